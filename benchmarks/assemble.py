@@ -52,7 +52,7 @@ class DecodeSteps:
         limits = CacheLimits(num_pages, PAGE_SIZE, num_rows, longest)
         self._store = store = CacheStore([group.cache_spec(torch.float32) for group in groups], limits, CPU)
         workspace = Workspace(CPU, 1 << 30)
-        steps = StepLimits(num_rows, num_rows, longest, (MAIN_LANE,))
+        steps = StepLimits(num_rows, num_rows, longest, (MAIN_LANE,), max_rollout=0)
         bindings = [
             GroupBinding.alone(
                 group,

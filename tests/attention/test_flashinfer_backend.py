@@ -170,7 +170,7 @@ def test_a_narrow_cache_is_read_with_its_scales(
 ) -> None:
     [group] = group_layers([spec()])
     store = fp8_store(group, scale)
-    workspace, limits = Workspace(CPU, 1 << 30), StepLimits(8, 64, 128, (MAIN_LANE,))
+    workspace, limits = Workspace(CPU, 1 << 30), StepLimits(8, 64, 128, (MAIN_LANE,), max_rollout=0)
     context = BackendContext(
         group.name, spec(), store.groups[0], workspace, limits, torch.bfloat16, CPU, inline_launcher()
     )

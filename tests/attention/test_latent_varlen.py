@@ -236,7 +236,7 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     [group_cache] = store.groups
     [pool] = store.pools
     pool.plane("entry").view(torch.uint8).fill_(0x7F)  # NaN
-    limits = StepLimits(2, 32, 32, (MAIN_LANE,))
+    limits = StepLimits(2, 32, 32, (MAIN_LANE,), max_rollout=0)
     workspace = Workspace(CPU.torch_device, 1 << 24, poison=True)
     made = BackendContext(
         "group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device, inline_launcher()

@@ -58,7 +58,7 @@ class Bench:
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         pool.allocator._free = order.tolist()
         workspace = self.workspace = Workspace(CPU, 1 << 30, poison=True)
-        limits = StepLimits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
+        limits = StepLimits(8, MAX_TOKENS, max_len, (MAIN_LANE,), max_rollout=0)
         made = backend(
             BackendContext(
                 "group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU, inline_launcher()

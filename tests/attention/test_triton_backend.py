@@ -59,9 +59,9 @@ def chosen(names: Sequence[str]) -> tuple[Check, ...]:
 
 
 STEPS = ("cache-write", "causal", "transient", "context", "ragged", "padding", "idle", "empty-rows", "read-back")
-PLANS = ("layers", "lanes", "plan-buffers", "stale-plans")
+PLANS = ("layers", "lanes", "plan-buffers", "several-plans", "stale-plans")
 SOFTMAX_FEATURES = ("sinks", "shared-cache", "lent-in-the-step", "context-alone", "non-causal", "cache-saturation")
-LATENT_FEATURES = ("heads", "lse", "cache-saturation")
+LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
 
 
 @pytest.mark.prove

@@ -23,6 +23,7 @@ from conformance.parts import (
     read_plane,
     sees,
     table_slots,
+    take_buffer,
     weigh,
     write_plane,
 )
@@ -319,6 +320,14 @@ def sinks_by_key_head(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec
 
 def distance_by_order(tokens: Tokens, keys: Keys) -> Tensor:
     return (tokens.index - keys.new).abs()
+
+
+def take_from_lane(
+    buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    buffer = take_buffer(buffers, step, kept, name, shape, dtype)
+    shared: Tensor = kept.setdefault(f"{step.lane} {name} {tuple(shape)}", buffer.clone())
+    return shared
 
 
 class TrustingPlanner(Planner):

@@ -30,7 +30,9 @@ LATENT = replace(
     EVERYTHING,
     spec_kinds=frozenset({SpecKind.LATENT}),
     dtypes=DTYPES,
-    features=frozenset({Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC}),
+    features=frozenset(
+        {Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS}
+    ),
     host_lengths=HostLengths.EXACT,
     graph=GraphLevel.NONE,
 )

@@ -430,6 +430,12 @@ MUTANTS: tuple[Mutant, ...] = (
         replace(CORRECT, one_memory_for_lanes=True),
     ),
     Mutant(
+        "one-memory-for-plans",
+        "What plans derive lies in one place for all plans of a lane.",
+        "several-plans",
+        replace(CORRECT, take=faults.take_from_lane),
+    ),
+    Mutant(
         "refilled-buffers-unnoticed",
         "The planner does not notice that a later plan filled the plan buffers again.",
         "plan-buffers",

@@ -138,7 +138,7 @@ def test_lengths_that_only_the_device_knows_refuse_to_be_read_on_the_host() -> N
     assert Lengths(torch.tensor([3, 0]), (3, 0), (3, 0)).exact() == (3, 0)
 
 
-DERIVED = sorted({field.name for field in fields(Batch)} - {"work", "sources", "device", "chosen"})
+DERIVED = sorted({field.name for field in fields(Batch)} - {"work", "sources", "device", "chosen", "awaited"})
 
 
 @pytest.mark.parametrize("name", DERIVED)

@@ -28,6 +28,9 @@ class Pages:
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(10 * row for row in rows)
 
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        return 100 * rows + entries
+
     def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
         spans = zip(rows, firsts, counts, strict=True)
         return [100 * row + place for row, first, count in spans for place in range(first, first + count)]

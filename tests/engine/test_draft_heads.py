@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from sightline import LLM
+from sightline.attention.planner import PlannedBatch, Planner
+from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.scheduler.sequence import Draft, DraftRoom
@@ -23,7 +25,7 @@ from sightline.speculative import heads, methods
 from sightline.speculative.drafter import ObservedStep
 from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.heads import HeadDrafter
-from sightline.speculative.network_steps import NetworkSteps
+from sightline.speculative.network_steps import DraftedRow, NetworkOutputs, NetworkSteps
 from support.eagle3_heads import CASES, make_weights, reference, save_head
 from support.eagle3_runs import make_target
 from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
@@ -148,6 +150,27 @@ def drafting(case: Case, **changes: object) -> LLM:
     return tiny(case.folder, speculative_config=case.config, **changes)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3, one module", "eagle3"])
+def test_steps_that_are_planned_at_once_guess_the_same(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without recorded steps, a draft is one rollout."""
+    case, rollouts = cases(name), list[int]()
+    rollout = Planner.rollout
+
+    def counted(planner: Planner, batches: Sequence[Batch]) -> tuple[PlannedBatch, ...]:
+        rollouts.append(len(batches))
+        return rollout(planner, batches)
+
+    monkeypatch.setattr(Planner, "rollout", counted)
+    recorded = Recorded(monkeypatch)
+    llm = drafting(case, enforce_eager=True)
+    ask(llm, GREEDY, PROMPTS)
+    assert not has_failed(llm)
+    assert max(rollouts) == MOST - 1
+    assert recorded.num_wrong(case) == 0
+
+
 def has_failed(llm: LLM) -> bool:
     return any(each.subject == "speculative_config" for each in llm.engine.ledger.degradations)
 
@@ -231,34 +254,19 @@ def guessed_entries_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def position_frozen(patch: pytest.MonkeyPatch) -> None:
-    """Later steps of a draft overwrite the entry of the first."""
-    run = NetworkSteps.run
-
-    def frozen(steps: NetworkSteps, work, chosen=None, states=None):  # type: ignore[no-untyped-def]
-        if chosen is not None:
-            for row in work:
-                steps.discard(row.table_row)
-            work = [replace(row, context_len=steps.length(row.table_row)) for row in work]
-        return run(steps, work, chosen, states)
-
-    patch.setattr(NetworkSteps, "run", frozen)
+    """Every step of a draft is where the first one is."""
+    patch.setattr(DraftedRow, "advance", 0)
 
 
 def states_not_continued(patch: pytest.MonkeyPatch) -> None:
     """Every step of a draft takes the state of the first."""
-    first: list[Tensor] = []
-    run = NetworkSteps.run
+    finish = NetworkSteps._finish
 
-    def same(steps: NetworkSteps, work, chosen=None, states=None):  # type: ignore[no-untyped-def]
-        if chosen is None:
-            first.clear()
-        elif not first:
-            first.append(states)
-        else:
-            states = first[0][: len(work)]
-        return run(steps, work, chosen, states)
+    def same(steps: NetworkSteps, planned: PlannedBatch, states: Tensor | None) -> NetworkOutputs:
+        outputs = finish(steps, planned, states)
+        return outputs if len(planned.batch.tokens) > len(planned.batch.rows) else outputs._replace(states=states)
 
-    patch.setattr(NetworkSteps, "run", same)
+    patch.setattr(NetworkSteps, "_finish", same)
 
 
 def rejected_entries_kept(patch: pytest.MonkeyPatch) -> None:

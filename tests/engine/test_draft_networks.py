@@ -162,3 +162,17 @@ def test_a_drafter_with_other_tokens_is_refused(folders: Folders, tmp_path: Path
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tokens of the model"):
         drafted(folders("llama"), tmp_path)
+
+
+def test_a_drafter_honours_the_backend_flag_and_has_its_own(folders: Folders) -> None:
+    config = {"method": "draft_model", "model": str(folders("llama"))}
+
+    def chosen(**changes: object) -> list[set[str]]:
+        own = {"speculative_config": config | changes.pop("draft", {})}  # type: ignore[operator]
+        networks = tiny(folders("llama"), **own, **changes).engine.runtime.networks
+        return [{each.candidate.name for part in network.selections for each in part.values()} for network in networks]
+
+    assert chosen(attention_backend="torch") == [{"torch"}, {"torch"}]
+    assert chosen(attention_backend="torch", draft={"attention_backend": "reference"}) == [{"torch"}, {"reference"}]
+    with pytest.raises(ConfigError, match="nonsense"):
+        chosen(draft={"attention_backend": "nonsense"})

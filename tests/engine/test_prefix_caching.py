@@ -22,7 +22,7 @@ PAGE = 4
 
 
 # The hybrids have all that the plain model has, and windows and sinks: the plain one is a proof.
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.prove), "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.prove), "gemma3", "gemma4", "gpt_oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(str(request.param))
     make_model(str(request.param)).save_pretrained(path)

@@ -132,7 +132,7 @@ def test_what_is_no_scale_is_refused(tmp_path: Path, scales: Mapping[str, Tensor
         built(scaled_folder(tmp_path, scales), kv_cache_dtype="fp8")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_a_model_are_near_those_of_a_wide_cache(tmp_path: Path, family: str, dtype: str) -> None:
     folder = scaled_folder(tmp_path, {}, family)

@@ -110,5 +110,5 @@ def test_a_head_that_is_not_quantised_drafts_for_a_target_that_stays_so(folders:
     assert isinstance(definition, DecoderDefinition)
     draft = Eagle3Draft(define_eagle3(stored.config, definition, ledger))
     config = EngineConfig(cache_tokens=256, page_size=4, quantization="keep")
-    runtime = build_runtime(config, target, ledger, taps=draft.taps, draft=DraftSource(draft, stored))
+    build_runtime(config, target, ledger, taps=draft.taps, draft=DraftSource(draft, stored))
     assert not ledger.degradations

@@ -75,7 +75,7 @@ def test_a_context_is_frozen_and_has_nothing_to_be_filled_in_later() -> None:
     for kind in (BackendContext, StepLimits, Runtime):
         assert all(field.default is MISSING and field.default_factory is MISSING for field in fields(kind)), kind
         assert not any("None" in str(hint) for hint in get_type_hints(kind).values()), kind
-    context = StepLimits(1, 1, 1, ())
+    context = StepLimits(1, 1, 1, (), 0)
     with pytest.raises(FrozenInstanceError):
         context.max_rows = 2  # type: ignore[misc]
 

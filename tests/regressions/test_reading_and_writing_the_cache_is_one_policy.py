@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sightline.attention.capability import Requirement, refusals
+from sightline.attention.certificate import Certificate
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -25,7 +26,7 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
-from sightline.attention.planner import Certificate, GroupPlan, PlannedBatch, Planner, StepPlan
+from sightline.attention.planner import GroupPlan, PlannedBatch, Planner, StepPlan
 from sightline.attention.spec import Feature, SoftmaxSpec, group_layers
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import CONTEXT, FULL, Batch

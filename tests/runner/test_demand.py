@@ -15,7 +15,7 @@ from sightline.attention.capability import Work
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
 from sightline.attention.dimensions import Company, Dimension, Reuse, Sharing, Span
-from sightline.attention.spec import Feature, LatentSpec, LayerGroup, SoftmaxSpec
+from sightline.attention.spec import Feature, LatentSpec, LayerGroup, Loan, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device
@@ -132,6 +132,13 @@ def test_a_row_has_no_more_new_tokens_than_a_sequence_and_a_step_of_one_row_no_m
     assert beside.values[Dimension.COMPANY] == {each.value for each in Company} - {Company.ALONE.value}
     few = demands_of(replace(CONFIG, max_model_len=100, max_rows=3), GROUP, Work.PREFILL, AttentionUsage.GENERATE)
     assert few[1].scales[Dimension.STEP_TOKENS] == Span(2, 300)
+
+
+def test_a_group_that_borrows_is_asked_for_that_and_for_what_it_needs() -> None:
+    group = replace(GROUP, loan=Loan("group1", (1, 0, 2)))
+    assert only(CONFIG, Work.PREFILL, group=group).values[Dimension.POLICY] == {CachePolicy.BORROWED.value}
+    assert only(CONFIG, Work.PREFILL).values[Dimension.POLICY] == {CachePolicy.PAGED.value}
+    assert (GROUP.needs, group.needs) == (frozenset(), {Feature.SHARED_CACHE})
 
 
 def test_latent_attention_has_one_key_head_and_no_window() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class FakePages:
@@ -17,6 +19,9 @@ class FakePages:
 
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(100 * self.table_id + row for row in rows)
+
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        return self.first_slot + 1000 * rows + entries
 
     def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
         spans = zip(rows, firsts, counts, strict=True)

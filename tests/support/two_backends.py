@@ -34,7 +34,9 @@ class ServedBench(AttentionRig):
 
     def _make_planner(self, workspace: Workspace) -> Planner:
         setting = self.setting
-        limits = StepLimits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        limits = StepLimits(
+            setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes, setting.max_rollout
+        )
         for group, cache in zip(self.groups, self.store.groups, strict=True):
             built = {
                 kind: PartBackend(

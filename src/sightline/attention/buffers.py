@@ -4,8 +4,8 @@
     begin                                       taken      capacity
 
 All parts of one step take from one block, one after the other, and the next plan in the lane starts at the beginning
-again: a lane needs as much as its largest step. The epoch advances with every plan, so that an older plan can tell that
-its memory may have been overwritten.
+again: a lane needs as much as its largest step. Each step of a rollout has a block of its own. The epoch advances with
+every plan, so that an older plan can tell that its memory may have been overwritten.
 
 Knows names, sizes and the lease that it grows. Does not know what a buffer is for.
 """
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sightline.attention.streams import InOrder, StreamMark
 from sightline.attention.workspace import ElasticLease, poison_
 from sightline.core.errors import UncapturedPlanError
 
@@ -29,10 +30,12 @@ _GROWTH = 4
 
 
 class PlanMemory:
-    """The plan buffers of one lane."""
+    """The plan buffers of one lane, or a set of them that a rollout leases."""
 
-    def __init__(self, lease: ElasticLease, *, poison: bool = False) -> None:
+    def __init__(self, lease: ElasticLease, mark: StreamMark | None = None, *, poison: bool = False) -> None:
         """`poison` fills each buffer with values that show up in results if they are read before being written."""
+        self.mark: StreamMark = InOrder() if mark is None else mark
+        """Behind the last work that filled or read the buffers."""
         self._lease = lease
         self._poison = poison
         self._block = lease.resize(0, min(_FIRST_BYTES, lease.room_bytes // 4))

@@ -56,6 +56,8 @@ class StepLimits:
     max_step_tokens: int
     max_seq_len: int
     lanes: tuple[Lane, ...]
+    max_rollout: int
+    """Most steps of a draft that are planned at once; 0 if none is."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ Knows groups, backends and page tables. Does not know models or schedules.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from sightline.attention.bindings import GroupBinding, check_part, divide, mask_features, part_of, policy_of
 from sightline.attention.buffers import PlanMemory
-from sightline.attention.contents import check_contents
+from sightline.attention.certificate import Certificate, PartRecord, Staleness, StepContents
+from sightline.attention.contents import check_contents, planned_contents
 from sightline.attention.contract import (
-    AttentionBackend,
     AttentionInputs,
     AttentionPlan,
     CachePolicy,
@@ -32,55 +33,21 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
-from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
+from sightline.attention.fingerprint import changed_parts, fingerprint_tensors
 from sightline.attention.lanes import Depth, LaneGuard
+from sightline.attention.rollout import REPEAT_ROLLOUT, LeasedSets, Renewal
 from sightline.attention.spec import Feature
+from sightline.attention.streams import HERE, PlanStream
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
 from sightline.cache.pools import Pool
-from sightline.core.batch import Batch, BatchId
+from sightline.core.batch import Batch
 from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
-
-@dataclass(frozen=True, eq=False)
-class PartRecord:
-    """What one part of one group was planned with."""
-
-    group: int
-    place: int
-    """Index among the group's backends."""
-    backend: AttentionBackend[Any, Any]
-    """The instance that planned."""
-
-
-class StepContents(NamedTuple):
-    """Fingerprints of the contents that must not change between planning and running."""
-
-    batch: Fingerprint
-    """Tensors of the batch and its page-table rows: a change needs a new batch."""
-    plan: Fingerprint
-    """Plan buffers: planning again fixes a change."""
-
-
-@dataclass(frozen=True, eq=False)
-class Certificate:
-    """What a plan was made from. Compared at every forward; integers and identities only."""
-
-    batch_id: BatchId
-    num_rows: int
-    num_tokens: int
-    lane: Lane
-    epoch: int
-    """Epoch of the plan buffers."""
-    page_versions: Mapping[str, tuple[int, ...]]
-    """Per pool key: the version of each page-table row that the plan reads."""
-    parts: tuple[PartRecord, ...]
-    """Parts of every group, in order."""
-    contents: StepContents | None
-    """Fingerprints of the contents; None unless `--paranoid`."""
+_ALIVE = frozenset({Feature.SEVERAL_PLANS})
 
 
 class LayerPlace(NamedTuple):
@@ -120,6 +87,7 @@ class StepPlan:
     """Always all of them."""
     places: tuple[LayerPlace, ...]
     """Per model layer."""
+    renewal: Renewal
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +96,18 @@ class PlannedBatch:
 
     batch: Batch
     plan: StepPlan
+
+    @contextmanager
+    def in_stream_order(self) -> Iterator[None]:
+        """Runs a step behind its planning, which may be on another stream, and before the next plan that fills the
+        same buffers."""
+        mark = self.plan.certificate.buffers.mark
+        mark.wait()
+        mark.keep(self.batch)
+        try:
+            yield
+        finally:
+            mark.record()
 
     def prepare(self) -> None:
         """Runs the device work that all layers share; called once per step."""
@@ -145,15 +125,6 @@ class PlannedBatch:
         return torch.cat([lse for lse in found if lse is not None]) if Feature.LSE in self.plan.asked else None
 
 
-class Staleness(NamedTuple):
-    """What changed since a plan was made."""
-
-    batch: tuple[str, ...]
-    """Changes that a new plan cannot fix: the batch refers to pages that it no longer owns."""
-    plan: tuple[str, ...]
-    """Changes to derived state, fixed by planning again."""
-
-
 class Planner:
     """Plans every group of every batch. One thread at a time may plan or run in a lane; a second one is refused."""
 
@@ -165,9 +136,11 @@ class Planner:
         workspace: Workspace,
         *,
         name: str = "planner",
+        side: PlanStream = HERE,
         paranoid: bool = False,
     ) -> None:
-        """`lengths` must belong to the store of the bindings' caches; `workspace` holds `name`'s plan buffers."""
+        """`lengths` must belong to the store of the bindings' caches; `workspace` holds `name`'s plan buffers; `side`
+        is where `plan_aside` plans."""
         self.lanes = LaneGuard()
         """Guards the lanes: everything that plans or runs in a lane goes through here."""
         self._lengths = lengths
@@ -178,8 +151,13 @@ class Planner:
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
         self._workspace = workspace
         self._name = name
-        self._memory = {
-            lane: PlanMemory(workspace.elastic(name, "plan buffers", lane), poison=paranoid) for lane in limits.lanes
+        self.side = side
+        self._memory = {lane: self._make_memory("plan buffers", lane) for lane in limits.lanes}
+        self._sets = {
+            lane: LeasedSets(
+                [self._make_memory(f"plan buffers of rollout step {step}", lane) for step in range(limits.max_rollout)]
+            )
+            for lane in limits.lanes
         }
         self._static: dict[BatchMemory, PlanMemory] = {}
         """The plan buffers of batches at fixed addresses, which are at fixed addresses too."""
@@ -203,33 +181,84 @@ class Planner:
         """
         return self.lanes.run(lane, Depth.PLANNER, self._plan, batch, needs, lane)
 
-    def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> PlannedBatch:
-        started = time.perf_counter()
-        versions = {key: rows.versions for key, rows in batch.pools.items()}
-        changes = self._batch_changes(batch, versions)
+    def plan_aside(
+        self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE
+    ) -> PlannedBatch:
+        """Plans like `plan`, on the side stream, while steps run. Make the batch inside `side.enter()`.
+
+        Backends must be able to keep several plans.
+        """
+        return self.lanes.run(lane, Depth.PLANNER, self._plan, batch, needs | _ALIVE, lane, self.side)
+
+    def rollout(
+        self, batches: Sequence[Batch], *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE
+    ) -> tuple[PlannedBatch, ...]:
+        """Plans steps that follow each other, all of them before the first one runs.
+
+        The plans are valid until the lane's next rollout or `release`, and are refused, never made again, if anything
+        changed. Raises what `plan` does.
+        """
+        return self.lanes.run(lane, Depth.PLANNER, self._rollout, batches, needs | _ALIVE, lane)
+
+    def release(self, lane: Lane = MAIN_LANE) -> None:
+        """Ends the lane's rollout: its plans become stale."""
+        self.lanes.run(lane, Depth.PLANNER, self._sets[lane].release)
+
+    def _rollout(self, batches: Sequence[Batch], needs: frozenset[Feature], lane: Lane) -> tuple[PlannedBatch, ...]:
+        for batch in batches:
+            self._check_current(batch, lane)
+        self._lengths.check_in_turn(batches, lane)
+        sets = self._sets[lane].lease([self._static.get(batch.memory) for batch in batches])
+        return tuple(
+            self._make(batch, needs, lane, memory, HERE, Renewal.REFUSE)
+            for batch, memory in zip(batches, sets, strict=True)
+        )
+
+    def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane, stream: PlanStream = HERE) -> PlannedBatch:
+        self._check_current(batch, lane)
+        self._lengths.check(batch, lane)
+        return self._make(batch, needs, lane, self._buffers(batch, lane), stream, Renewal.PLAN_AGAIN)
+
+    def _check_current(self, batch: Batch, lane: Lane) -> None:
+        """Raises if the batch is stale, or is no step that can be planned."""
+        changes = self._batch_changes(batch, _versions(batch))
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
         self._check_step(batch, lane)
-        self._lengths.check(batch, lane)
+
+    def _make(
+        self,
+        batch: Batch,
+        needs: frozenset[Feature],
+        lane: Lane,
+        memory: PlanMemory,
+        stream: PlanStream,
+        renewal: Renewal,
+    ) -> PlannedBatch:
+        """Plans a batch that was checked, into `memory`."""
+        started = time.perf_counter()
         if self._paranoid:
             check_contents(batch, self._pools)
-        memory = self._buffers(batch, lane)
-        plans, records = self._plan_groups(batch, needs, lane, memory)
-        if memory.has_overflowed:
-            # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
+        with stream.enter():
+            memory.mark.wait()
             plans, records = self._plan_groups(batch, needs, lane, memory)
+            if memory.has_overflowed:
+                # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
+                plans, records = self._plan_groups(batch, needs, lane, memory)
+            memory.mark.record()
         memory.require_pinned()
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             lane=lane,
+            buffers=memory,
             epoch=memory.epoch,
-            page_versions=versions,
+            page_versions=_versions(batch),
             parts=records,
-            contents=self._contents(batch, lane) if self._paranoid else None,
+            contents=self._contents(batch, memory) if self._paranoid else None,
         )
-        plan = StepPlan(certificate, needs, plans, self._places)
+        plan = StepPlan(certificate, needs, plans, self._places, renewal)
         self._issued.add(plan)
         self.num_plans += 1
         self.plan_seconds += time.perf_counter() - started
@@ -269,11 +298,16 @@ class Planner:
 
     def reserve(self, memory: StaticMemory) -> None:
         """Gives batches in this memory plan buffers of their own. Call before the workspace is sealed."""
-        lease = self._workspace.elastic(self._name, f"plan buffers of {memory.shape}", MAIN_LANE)
-        self._static[memory] = PlanMemory(lease, poison=self._paranoid)
+        self._static[memory] = self._make_memory(f"plan buffers {len(self._static)}: {memory.shape}", MAIN_LANE)
+
+    def _make_memory(self, name: str, lane: Lane) -> PlanMemory:
+        lease = self._workspace.elastic(self._name, name, lane)
+        return PlanMemory(lease, self.side.make_mark(), poison=self._paranoid)
 
     def pin(self, planned: PlannedBatch) -> None:
         """Fixes where the plan buffers of batches in this one's memory are: a plan that needs others is refused."""
+        if planned.batch.memory not in self._static:
+            raise PlanError("expected a batch in reserved memory, got one in memory of its own; run it eagerly")
         self._static[planned.batch.memory].pin()
 
     def _buffers(self, batch: Batch, lane: Lane) -> PlanMemory:
@@ -299,6 +333,8 @@ class Planner:
                 self._lengths.check(work.batch, work.plan.certificate.lane)
                 if not stale.plan:
                     return work
+                if work.plan.renewal is Renewal.REFUSE:
+                    raise StalePlanError(stale.plan, REPEAT_ROLLOUT)
                 self.num_rebuilt += 1
                 return self._plan(work.batch, work.plan.asked, work.plan.certificate.lane)
             case _:
@@ -307,7 +343,11 @@ class Planner:
                 )
 
     def launch(self, planned: PlannedBatch) -> None:
-        """Marks the batch as running, so that later steps in its lane may read what it writes."""
+        """Marks the batch as running, so that later steps in its lane may read what it writes.
+
+        Raises `BatchError` if it still waits for tokens that an earlier step chooses.
+        """
+        planned.batch.late.require_filled()
         self._lengths.launch(planned.batch, planned.plan.certificate.lane)
 
     def take_back(self, planned: PlannedBatch) -> None:
@@ -342,9 +382,7 @@ class Planner:
     def _staleness(self, planned: PlannedBatch) -> Staleness:
         batch, certificate = planned.batch, planned.plan.certificate
         same_batch = certificate.batch_id == batch.batch_id
-        versions = (
-            certificate.page_versions if same_batch else {key: rows.versions for key, rows in batch.pools.items()}
-        )
+        versions = certificate.page_versions if same_batch else _versions(batch)
         batch_changes = self._batch_changes(batch, versions)
         if batch_changes:
             return Staleness(batch_changes, ())
@@ -357,41 +395,25 @@ class Planner:
             binding = self._bindings[record.group]
             if binding.parts[record.place].backend is not record.backend:
                 changes.append(f"the backend of {binding.group.name} was replaced")
-        if self._buffers(batch, certificate.lane).epoch != certificate.epoch:
+        if certificate.buffers.epoch != certificate.epoch:
             changes.append(f"the plan buffers of lane {certificate.lane} were filled again")
         if changes or certificate.contents is None:
             return Staleness((), tuple(changes))
-        before, after = certificate.contents, self._contents(batch, certificate.lane)
+        before, after = certificate.contents, self._contents(batch, certificate.buffers)
         of_batch, of_plan = changed_parts(before.batch, after.batch), changed_parts(before.plan, after.plan)
         return Staleness(
             tuple(f"contents of batch {name} changed in place" for name in of_batch),
             tuple(f"contents of plan buffer {name} changed in place" for name in of_plan),
         )
 
-    def _contents(self, batch: Batch, lane: Lane) -> StepContents:
-        tensors = {
-            "query_lens": batch.query_lens.device,
-            "context_lens": batch.context_lens.device,
-            "positions": batch.positions,
-            "tokens": batch.tokens,
-            "logit_indices": batch.logit_indices,
-            "table rows": batch.table_rows,
-        }
-        for row, mask in enumerate(batch.masks):
-            if mask.tree is not None:
-                tensors[f"tree of row {row}"] = mask.tree
-        for key, rows in batch.pools.items():
-            tensors[f"write_slots of {key}"] = rows.write_slots
-            tensors[f"page-table rows of {key}"] = _pages_of(batch, self._pools[key])
-        return StepContents(fingerprint_tensors(tensors), fingerprint_tensors(self._buffers(batch, lane).contents()))
+    def _contents(self, batch: Batch, memory: PlanMemory) -> StepContents:
+        of_batch = fingerprint_tensors(planned_contents(batch, self._pools))
+        return StepContents(of_batch, fingerprint_tensors(memory.contents()))
 
 
-def _pages_of(batch: Batch, pool: Pool) -> Tensor:
-    """The pages that the batch's rows read and write, row after row."""
-    lengths = zip(batch.context_lens.bound, batch.query_lens.bound, strict=True)
-    counts = [min(-(-sum(each) // pool.page_size), pool.table.max_pages) for each in lengths]
-    pages = [pool.table.pages[row, :count] for row, count in zip(batch.rows, counts, strict=True)]
-    return torch.cat(pages) if pages else pool.table.pages[0, :0]
+def _versions(batch: Batch) -> dict[str, tuple[int, ...]]:
+    """Per pool key: the versions of the page-table rows that the batch was made from."""
+    return {key: rows.versions for key, rows in batch.pools.items()}
 
 
 def _describe_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:

@@ -38,6 +38,8 @@ class Feature(Enum):
     """The same step gives bitwise equal results."""
     BATCH_INVARIANT = "batch-invariant"
     """A row's result does not depend, bit for bit, on the other rows."""
+    SEVERAL_PLANS = "several-plans"
+    """Several plans of one lane may be alive at once: all that they derive is in their own plan buffers."""
 
 
 SOFTMAX_ONLY = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.SHARED_CACHE})

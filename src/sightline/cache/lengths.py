@@ -61,14 +61,28 @@ class RowLengths:
         A batch that was the last one launched on all its rows may run again until it is committed: it writes the same
         entries.
         """
-        if not batch.pools:
-            return
-        expected = picked(self._launched, batch.rows)
+        if batch.pools:
+            self._check(batch, lane, picked(self._launched, batch.rows), "as was launched")
+
+    def check_in_turn(self, batches: Sequence[Batch], lane: int) -> None:
+        """Raises `BatchError` unless the batches can be launched in this order, in the same lane.
+
+        Each row's context must equal its launched length, or the length that the batches before it will have written.
+        """
+        ahead: dict[int, int] = {}
+        for batch in batches:
+            if batch.pools:
+                expected = tuple([ahead.get(row, self._launched[row]) for row in batch.rows])
+                self._check(batch, lane, expected, "where the step before it stops")
+                ahead.update(zip(batch.rows[: len(batch.work)], self._ends(batch), strict=False))
+
+    def _check(self, batch: Batch, lane: int, expected: tuple[int, ...], why: str) -> None:
+        """`expected` [num_rows] are the contexts that the batch must have; `why` says what they are."""
         contexts = batch.context_lens
         if contexts.host is None:
-            self._check_bounds(batch, expected)
+            self._check_bounds(batch, expected, why)
         elif expected != contexts.host:
-            self._explain(batch, contexts.host, expected)
+            self._explain(batch, contexts.host, expected, why)
         if lane or self._has_lanes:
             self._check_lanes(batch, lane)
         if self._failed:
@@ -180,6 +194,13 @@ class RowLengths:
         rows = zip(contexts, queries, batch.masks, strict=True)
         return contexts, [context + (0 if mask.kind in _KEEP_LENGTH else query) for context, query, mask in rows]
 
+    def _ends(self, batch: Batch) -> Sequence[int]:
+        """The least context of a step that follows the batch in each row; an upper bound if only the device knows the
+        lengths."""
+        if batch.context_lens.host is not None and batch.query_lens.host is not None:
+            return self._spans(batch)[1]
+        return tuple(map(add, batch.context_lens.bound, batch.query_lens.bound))
+
     def _uncommitted(self, row: int) -> list[_Launch]:
         """The launches of a row that are not committed. A tree that follows the committed entries is not."""
         launches, committed = self._launches[row], self._committed[row]
@@ -205,13 +226,13 @@ class RowLengths:
         first = next(start for batch_id, start, _, _ in self._launches[row] if batch_id in failed)
         return max(first, self._committed[row])
 
-    def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
+    def _check_bounds(self, batch: Batch, launched: Sequence[int], why: str) -> None:
         """If only the device knows the contexts, checks their upper bounds."""
         for index, (bound, length) in enumerate(zip(batch.context_lens.bound, launched, strict=True)):
             if bound < length:
-                raise BatchError("context_lens.bound", index, f"at least {length}, as was launched", bound)
+                raise BatchError("context_lens.bound", index, f"at least {length}, {why}", bound)
 
-    def _explain(self, batch: Batch, contexts: Sequence[int], launched: Sequence[int]) -> None:
+    def _explain(self, batch: Batch, contexts: Sequence[int], launched: Sequence[int], why: str) -> None:
         starts, stops = self._spans(batch)
         for index, (context, length) in enumerate(zip(contexts, launched, strict=True)):
             # The last launch is another if settling left only the beginning of what the batch wrote.
@@ -223,7 +244,7 @@ class RowLengths:
                     else "the entries after it would be overwritten: build the batch from where the row is, or take "
                     "back what was launched"
                 )
-                raise BatchError("context_lens", index, f"{length}, as was launched", context, remedy)
+                raise BatchError("context_lens", index, f"{length}, {why}", context, remedy)
 
     def _check_missing(self, batch: Batch) -> None:
         for index, row in enumerate(batch.rows):

@@ -139,6 +139,10 @@ class Pool:
         slots = self._slots_at_once(rows, firsts) if is_decode else None
         return self._slots_by_row(rows, firsts, counts) if slots is None else slots
 
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """The slot of an entry of each row, on the device."""
+        return self.table.slots(rows, entries, self.page_size)
+
     def _slots_at_once(self, rows: Sequence[int], firsts: Sequence[int]) -> list[int] | None:
         """The slot of one entry of each row; None if some entry has no page that is its row's alone.
 

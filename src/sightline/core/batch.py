@@ -12,7 +12,8 @@ rows of the same kind and may stand in the same batch. Every operation that chan
 `idle`) returns a new batch with a new id, which no plan belongs to.
 
 Tokens that steps in flight choose are facts too, but only the device knows them: the batch is made with the tensor that
-will hold them, and copies them into its own in stream order.
+will hold them, and copies them into its own in stream order. If the step that chooses them is not launched yet, the
+batch says how many it waits for, and `fill` takes them before it runs.
 
 Knows nothing of plans or backends, and of pools only what `PoolPages` says. Whether a context is really in the cache is
 checked by `cache.lengths`.
@@ -24,17 +25,17 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, NewType
+from typing import Any, NewType
 
 import torch
 from torch import Tensor
 
 from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError
+from sightline.core.late_tokens import LateTokens
 from sightline.core.lengths import (
     Lengths,
     check_unread,
-    checked_positions,
     extend,
     pad_lengths,
     placed_lengths,
@@ -42,7 +43,8 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
-from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, slots_of_kept
+from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, move_contexts, slots_of_kept
+from sightline.core.token_facts import token_facts
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -168,6 +170,9 @@ class Batch:
     device: torch.device
     chosen: Tensor | None = None
     """[num_chosen] int64 on the device: tokens that steps in flight choose. None if no row continues one."""
+    awaited: int = 0
+    """How many tokens the step before will choose, if it is not launched yet; `fill` takes them."""
+    late: LateTokens = field(init=False)
     tokens: Tensor = field(init=False)
     """[num_tokens] int64, row after row, then padding."""
     positions: Tensor = field(init=False)
@@ -199,7 +204,11 @@ class Batch:
 
     @staticmethod
     def inside(
-        work: StepWork, sources: tuple[PoolPages, ...], memory: StaticMemory, chosen: Tensor | None = None
+        work: StepWork,
+        sources: tuple[PoolPages, ...],
+        memory: StaticMemory,
+        chosen: Tensor | None = None,
+        awaited: int = 0,
     ) -> Batch:
         """A batch of causal rows padded to the memory's shape, with its tensors there.
 
@@ -209,18 +218,18 @@ class Batch:
             row = next(index for index, mask in enumerate(work.masks) if mask is not CAUSAL)
             raise BatchError("masks", row, "causal, as the graph was captured", work.masks[row].kind, "run it eagerly")
         batch: Batch = object.__new__(Batch)
-        batch._set(work=work, sources=sources, device=memory.device, chosen=chosen)
+        batch._set(work=work, sources=sources, device=memory.device, chosen=chosen, awaited=awaited)
         batch._derive(memory)
         return batch
 
     def _derive(self, memory: BatchMemory) -> None:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
-        work, facts = self.work, _token_facts(self.work)
+        work, facts = self.work, token_facts(self.work, self.work.masks.count(CAUSAL))
         rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
         check_rows(rows, context_lens, self.sources, PADDING_ROW)
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
-            check_unread(continued, self.chosen)
+            check_unread(continued, self.chosen, self.awaited)
         slots = [_write_slots(work, source) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
@@ -232,6 +241,7 @@ class Batch:
         context_lens += empty
         padded_rows = rows + (PADDING_ROW,) * padding
         self._set(
+            late=LateTokens(on_device[0], on_device[2], on_device[3], continued, self.awaited),
             tokens=on_device[0],
             positions=on_device[1],
             query_lens=Lengths(on_device[4], bounds, query_lens + empty),
@@ -274,6 +284,11 @@ class Batch:
             found = "overwritten by a batch in the same memory"
             raise BatchError("tensors", None, f"those of batch {self.batch_id}", found, "assemble the batch again")
 
+    def fill(self, chosen: Tensor) -> None:
+        """Copies the tokens that the step before chose, [awaited] int64, into this batch's, in stream order."""
+        self._require_tensors()
+        self.late.fill(chosen)
+
     @property
     def num_rows(self) -> int:
         """Rows, padding included."""
@@ -312,8 +327,10 @@ class Batch:
             key: PoolRows(pool.table_id, pool.versions + unused, extend(pool.write_slots, extra_tokens, PADDING_SLOT))
             for key, pool in self.pools.items()
         }
+        tokens = extend(self.tokens, extra_tokens, 0)
         return self._with(
-            tokens=extend(self.tokens, extra_tokens, 0),
+            late=self.late.over(tokens),
+            tokens=tokens,
             positions=extend(self.positions, extra_tokens, 0),
             query_lens=pad_lengths(self.query_lens, extra_rows),
             context_lens=pad_lengths(self.context_lens, extra_rows),
@@ -340,10 +357,11 @@ class Batch:
             if row in wanted:
                 wanted[row].append(new_token[token])
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        logit_indices = [token for row in rows for token in wanted[row]]
+        tokens, logit_indices = self.tokens[index], [token for row in rows for token in wanted[row]]
         return self._with(
             work=self.work.take(row for row in rows if row < len(self.work)),
-            tokens=self.tokens[index],
+            late=self.late.taken(tokens, kept),
+            tokens=tokens,
             positions=self.positions[index],
             query_lens=take_lengths(self.query_lens, rows),
             context_lens=take_lengths(self.context_lens, rows),
@@ -405,6 +423,25 @@ class Batch:
             context_lens=self.context_lens.bounded(context_bound, known=known),
         )
 
+    def behind(self, contexts: Tensor) -> Batch:
+        """A new batch in this one's memory, whose rows begin where only the device knows: a step in flight decides how
+        many of its entries stay. Overwrites this batch.
+
+        `contexts` [num_rows, without padding] int64 are on the device, and at most this batch's context lengths, which
+        stay as bounds. Positions and write slots are derived on the device, by operations that can be captured.
+        """
+        self._require_tensors()
+        count, tokens = len(self.work), (self.query_lens.device, self.table_rows)
+        if contexts.shape != (count,) or contexts.dtype != torch.int64:
+            raise BatchError("contexts", None, f"({count},) int64", f"{tuple(contexts.shape)} {contexts.dtype}")
+        if self.masks.count(CAUSAL) < len(self.masks):
+            raise BatchError("masks", None, "causal in rows whose contexts only the device knows", "others")
+        written = [(source, self.pools[source.key].write_slots) for source in self.sources]
+        move_contexts(self.context_lens.device, contexts, self.positions, *tokens, written)
+        self.memory.tenant += 1
+        behind = Lengths(self.context_lens.device, self.context_lens.bound, None)
+        return self._with(context_lens=behind, memory=self.memory)
+
     def placed_in(self, memory: Batch) -> Batch:
         """A new batch with these contents copied into the tensors of `memory`, a batch of the same sizes.
 
@@ -420,6 +457,7 @@ class Batch:
         for key, rows in self.pools.items():
             pools[key] = PoolRows(rows.table_id, rows.versions, memory.pools[key].write_slots.copy_(rows.write_slots))
         return self._with(
+            late=self.late.over(memory.tokens),
             tokens=memory.tokens.copy_(self.tokens),
             positions=memory.positions.copy_(self.positions),
             table_rows=memory.table_rows.copy_(self.table_rows),
@@ -428,60 +466,6 @@ class Batch:
             pools=pools,
             memory=memory.memory,
         )
-
-
-class _TokenFacts(NamedTuple):
-    """What follows from the rows for their tokens, row after row."""
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    unread_places: tuple[int, ...]
-    """The indices of the tokens that the host does not know."""
-    unread: tuple[int, ...]
-    """The index in `chosen` of each of these tokens."""
-    logit_places: tuple[int, ...]
-    logit_rows: tuple[int, ...]
-
-
-def _token_facts(work: StepWork) -> _TokenFacts:
-    count, unread = len(work), work.unread
-    ones = (work.query_lens.count(1), work.num_logits.count(1), work.masks.count(CAUSAL), work.positions.count(None))
-    if ones != (count,) * 4 or min(work.context_lens, default=0) < 0:
-        return _flattened(work)
-    # The usual step, which may have hundreds of rows.
-    every, chosen = tuple(range(count)), tuple([place for place in unread if place is not None])
-    if len(chosen) == count:
-        return _TokenFacts((0,) * count, work.context_lens, every, chosen, every, every)
-    tokens = [each[0] if each else 0 for each in work.tokens]
-    places = tuple([index for index, place in enumerate(unread) if place is not None])
-    return _TokenFacts(tokens, work.context_lens, places, chosen, every, every)
-
-
-def _flattened(work: StepWork) -> _TokenFacts:
-    """The facts of rows of any kinds. Raises `BatchError` if they contradict each other."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    logit_places: list[int] = []
-    logit_rows: list[int] = []
-    unread: list[int] = []
-    unread_places: list[int] = []
-    for index, query_len in enumerate(work.query_lens):
-        row = work.row(index)
-        num_logits, context_len = row.num_logits, row.context_len
-        if not 0 <= num_logits <= query_len:
-            raise BatchError("num_logits", index, f"0 to {query_len}, the number of its new tokens", num_logits)
-        if context_len < 0:
-            raise BatchError("context_lens", index, "at least 0", context_len)
-        tokens += row.tokens
-        if row.unread is not None:
-            unread.append(row.unread)
-            unread_places.append(len(tokens))
-            tokens.append(0)
-        positions += checked_positions(index, row.mask.tree, row.positions, context_len, query_len)
-        logit_places += range(len(tokens) - num_logits, len(tokens))
-        logit_rows += [index] * num_logits
-    chosen = (tuple(unread_places), tuple(unread))
-    return _TokenFacts(tokens, positions, *chosen, tuple(logit_places), tuple(logit_rows))
 
 
 def _write_slots(work: StepWork, source: PoolPages) -> Sequence[int]:

@@ -78,9 +78,11 @@ Continued: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """The places of tokens that steps in flight choose: in a batch, in increasing order, and in what they choose."""
 
 
-def check_unread(continued: Continued, chosen: Tensor | None) -> None:
-    """Each token that the host does not know must be one of the chosen, and no other row's."""
-    unread, num_chosen = continued[1], 0 if chosen is None else chosen.shape[0]
+def check_unread(continued: Continued, chosen: Tensor | None, awaited: int) -> None:
+    """Each token that the host does not know must be one of the chosen or of the awaited, and no other row's."""
+    unread, num_chosen = continued[1], awaited if chosen is None else chosen.shape[0]
+    if chosen is not None and awaited:
+        raise BatchError("awaited", None, "0 in a batch with chosen tokens", awaited, "give one of the two")
     if chosen is not None and chosen.dtype is not torch.int64:
         raise BatchError("chosen", None, "int64", chosen.dtype)
     if chosen is not None and _go_on(continued, chosen):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sightline.core.errors import BatchError
@@ -26,6 +27,9 @@ class PoolPages(Protocol):
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]: ...
     def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> Sequence[int]:
         """The slots of `counts` entries of each row from `firsts` on, row after row. All arguments are [num_rows]."""
+
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """The slot of an entry of each row, on the device, for rows that have pages for it. All are [n] int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,3 +79,30 @@ def check_rows(
     if rows and not (min(rows) > padding_row and max(rows) <= most):
         row = next(index for index, table_row in enumerate(rows) if not padding_row < table_row <= most)
         raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])
+
+
+def move_contexts(
+    context_lens: Tensor,
+    contexts: Tensor,
+    positions: Tensor,
+    query_lens: Tensor,
+    table_rows: Tensor,
+    written: Sequence[tuple[PoolPages, Tensor]],
+) -> None:
+    """Sets the first `context_lens` to `contexts` and moves the tokens of these rows with them, on the device.
+
+    `positions` [num_tokens], and the write slots [num_tokens] of each pool in `written`, are overwritten. Tokens of no
+    row stay as they are. Nothing here depends on the numbers, so that it can be captured.
+    """
+    count, ends = contexts.shape[0], query_lens.cumsum(0)
+    if count == 0:
+        return
+    places = torch.arange(positions.shape[0], device=positions.device)
+    is_real = places < ends[-1:]
+    row = torch.searchsorted(ends, places, right=True).clamp_(max=ends.shape[0] - 1)
+    moved = torch.zeros_like(context_lens)
+    moved[:count] = contexts - context_lens[:count]
+    positions += torch.where(is_real, moved[row], 0)
+    context_lens[:count] = contexts
+    for pool, slots in written:
+        slots.copy_(torch.where(is_real, pool.slots_of(table_rows[row], positions), slots))

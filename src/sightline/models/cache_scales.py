@@ -103,21 +103,25 @@ def _positive(name: str, number: float) -> float:
 def _by_plane(
     weights: WeightReader, groups: Sequence[LayerGroup], stored: Mapping[int, Mapping[str, float]]
 ) -> ScalesByPlane:
-    """The scales that the groups' planes need, by model layer; the ledger says which are missing."""
+    """The scales that the groups' planes need, by model layer; the ledger says which are missing.
+
+    Layers that borrow entries have none.
+    """
     num_layers = sum(len(group.layers) for group in groups)
     scales: dict[str, list[float]] = {}
-    missing = []
-    for group in groups:
+    missing, num_read = [], 0
+    for group in (each for each in groups if each.loan is None):
         for plane in (plane for pool in group.spec.pools(1, torch.float32) for plane in pool.planes):
             by_layer = scales.setdefault(plane.name, [_NEUTRAL] * num_layers)
             for layer in group.layers:
                 own = [stored[layer][what] for what in _SOURCES[plane.name] if what in stored.get(layer, {})]
                 by_layer[layer] = own[0] if own else _NEUTRAL
                 missing += [] if own else [f"{plane.name} of layer {layer}"]
+            num_read += len(group.layers)
     if missing:
         weights.degrade(
             "cache scales",
-            f"{len(missing)} of {sum(map(len, scales.values()))} are taken as 1, that of the {missing[0]} among them: "
+            f"{len(missing)} of {num_read} are taken as 1, that of the {missing[0]} among them: "
             "the checkpoint has none",
             "use a checkpoint with scales of its cache, or a wider kv_cache_dtype, if answers suffer",
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, Lenders
+from sightline.attention.spec import AttentionSpec, LayerGroup, Lenders, group_layers
 from sightline.core.batch import RowMask
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
@@ -110,6 +111,14 @@ class Definition(ABC):
     def lenders(self) -> Lenders:
         """The layers that read another layer's cache entries and have no keys and values of their own."""
         return {}
+
+    def groups(self, network: str = "", target: Sequence[LayerGroup] = ()) -> tuple[LayerGroup, ...]:
+        """The layers in groups whose names begin with that of the network.
+
+        `target` are the groups of the model that it drafts for, if it does, whose cache it may read.
+        """
+        del target
+        return group_layers(self.attention_specs(), network, self.lenders)
 
     def step_costs(self) -> tuple[float, float]:
         """Costs of a token's logits, and of attending to one other token, relative to a token in the layers.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.attention.spec import Lenders
 from sightline.layers.operations import Operations
 from sightline.models.contract import NO_TAPS, Definition, Model, ModelDefinition, Taps
 from sightline.models.decoder import Decoder
@@ -59,12 +58,6 @@ class DraftDefinition(ABC):
     @property
     @abstractmethod
     def networks(self) -> tuple[Definition, ...]: ...
-
-    @property
-    def lenders(self) -> Lenders | None:
-        """For each layer of the networks, the layer of the model whose entries it reads, if they have no entries of
-        their own."""
-        return None
 
     @property
     def target_tensors(self) -> tuple[str, ...]:

@@ -43,9 +43,7 @@ def gemma4(config: ConfigReader) -> DecoderDefinition:
     config.require("quantization_config", None)
     config.may_idle("no layer has a window", "sliding_window")
     hidden_size = config.count("hidden_size")
-    kinds = layer_kinds(config, lambda index: SLIDING if (index + 1) % _PERIOD else FULL)
-    if kinds[-1] != FULL:
-        raise UnsupportedModelError(f"gemma4: expected the last layer to be {FULL}, got {kinds[-1]} in layer_types")
+    kinds = read_kinds(config)
     norms = NormDefinition(config.positive("rms_norm_eps", 1e-6))
     return DecoderDefinition(
         num_tokens=config.count("vocab_size"),
@@ -60,6 +58,14 @@ def gemma4(config: ConfigReader) -> DecoderDefinition:
         per_layer=_per_layer(config),
         scaled_layers=True,
     )
+
+
+def read_kinds(config: ConfigReader) -> tuple[str, ...]:
+    """`FULL` or `SLIDING` for each layer. The last one must have full attention."""
+    kinds = layer_kinds(config, lambda index: SLIDING if (index + 1) % _PERIOD else FULL)
+    if kinds[-1] != FULL:
+        raise UnsupportedModelError(f"gemma4: expected the last layer to be {FULL}, got {kinds[-1]} in layer_types")
+    return kinds
 
 
 def lenders_of(config: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, ...]:

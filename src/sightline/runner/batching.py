@@ -11,12 +11,13 @@ from sightline.cache.pools import CacheStore
 from sightline.core.batch import Batch, RowWork, StepWork
 
 
-def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None = None) -> Batch:
+def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None = None, *, awaited: int = 0) -> Batch:
     """A batch of paged rows. The pages that they write must be allocated, and belong to no other row.
 
-    `chosen` are the tokens that steps in flight choose, if rows continue some.
+    `chosen` are the tokens that steps in flight choose, if rows continue some; `awaited` is the number of tokens that
+    the step before will choose, if it is not launched yet.
     """
-    return Batch(StepWork.of(work), store.main.pools, store.device, chosen)
+    return Batch(StepWork.of(work), store.main.pools, store.device, chosen, awaited)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:

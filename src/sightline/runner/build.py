@@ -18,12 +18,12 @@ from sightline.attention.capability import Requirement, Work
 from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
-from sightline.attention.spec import LayerGroup, borrow_layers, group_layers
+from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import Workspace
 from sightline.cache.pages import PageAllocator
-from sightline.cache.pools import CacheLimits, CacheStore, NetworkCache
+from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
-from sightline.core.batch import CAUSAL, MaskKind, RowMask
+from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels
 from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
@@ -46,7 +46,14 @@ from sightline.runner.compute import linear_maker, make_launcher, make_operation
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
-from sightline.runner.networks import DraftRuntime, NetworkParts, NetworkRuntime, Shared, assemble_network
+from sightline.runner.networks import (
+    DraftRuntime,
+    NetworkParts,
+    NetworkRuntime,
+    Shared,
+    assemble_network,
+    owns_entries,
+)
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -201,19 +208,13 @@ def draw_up(
     draft: DraftSource | None = None,
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
-    groups = group_layers(definition.attention_specs(), lenders=definition.lenders)
+    groups = definition.groups()
     device = detect_device(config.device)
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
     if draft is not None:
         networks = draft.definition.networks
-        lenders = draft.definition.lenders
-        draft_groups = tuple(
-            group_layers(each.attention_specs(), draft_name(number), each.lenders)
-            if lenders is None
-            else borrow_layers(dict(enumerate(each.attention_specs())), lenders, groups, draft_name(number))
-            for number, each in enumerate(networks)
-        )
+        draft_groups = tuple(each.groups(draft_name(number), groups) for number, each in enumerate(networks))
         its_groups = tuple(itertools.chain(*draft_groups))
         its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
         facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint is checkpoint)
@@ -262,8 +263,9 @@ def _build(
             draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    most = 0 if resolved.speculation is None else resolved.speculation.num_speculative_tokens
     drafting = [
-        NetworkParts(draft_name(number), *each)
+        NetworkParts(draft_name(number), *each, max_rollout=most)
         for number, each in enumerate(zip(draft.models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
@@ -331,7 +333,8 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
         for number, network in enumerate(runtime.networks):
             # Only the model itself sees trees of guesses.
             own = [kind for kind in kinds if not (number and kind.is_tree)]
-            WarmUp(runtime.config, runtime.store, network, mask).run(own, on_step)
+            its_mask = CONTEXT if network.only_borrows else mask
+            WarmUp(runtime.config, runtime.store, network, its_mask).run(own, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -342,7 +345,7 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
-                network.graphs.capture(network.runner, recorder, ledger, on_step)
+                network.capture(recorder, ledger, on_step)
         if runtime.config.has_trees:
             ledger.note(
                 "num_branches",
@@ -401,9 +404,7 @@ def make_store(
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
         config.device.torch_device,
         drafting=[
-            specs
-            for network in drafting
-            if (specs := [each.cache_spec(config.cache_dtype) for each in network if each.loan is None])
+            [group.cache_spec(config.cache_dtype) for group in network] for network in drafting if owns_entries(network)
         ],
         poison=config.paranoid,
         make_allocator=make_allocator,
@@ -430,9 +431,15 @@ def assemble_runtime(
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
     shared = Shared(config, store, workspace, operations, launcher)
     parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
-    own = iter(store.networks)
-    caches = [_lent(each.groups, store) or next(own) for each in parts]
-    networks = [assemble_network(shared, each, cache) for each, cache in zip(parts, caches, strict=True)]
+    owned = iter(store.networks)
+    networks = [
+        assemble_network(
+            shared,
+            each,
+            next(owned) if owns_entries(each.groups) else store.main.lent({group.owner for group in each.groups}),
+        )
+        for each in parts
+    ]
     workspace.seal()
     return Runtime(
         config=config,
@@ -446,10 +453,3 @@ def assemble_runtime(
         times=BuildTimes(),
         weight_bytes=0,
     )
-
-
-def _lent(groups: Sequence[LayerGroup], store: CacheStore) -> NetworkCache | None:
-    """The model's cache, as far as the groups of a network that has no entries of its own read it."""
-    owners = {group.owner for group in groups}
-    is_lent = all(group.loan is not None and group.owner not in {each.name for each in groups} for group in groups)
-    return store.main.lent(owners) if is_lent else None

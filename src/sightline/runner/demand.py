@@ -86,7 +86,7 @@ def _by_company(demand: Demand) -> tuple[Demand, ...]:
 
 
 def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Demand:
-    """The demand of steps that read and write pages."""
+    """The demand of steps that read pages, and write them unless the group borrows its entries."""
     rows = _rows(config, work)
     longest = min(config.max_step_tokens, config.max_model_len) if work is Work.PREFILL else 1
     most = min(config.max_step_tokens, rows.high * longest)
@@ -99,7 +99,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
         group,
         usage,
         work,
-        CachePolicy.PAGED,
+        CachePolicy.PAGED if group.loan is None else CachePolicy.BORROWED,
         {
             Dimension.ROWS: rows,
             Dimension.NEW_TOKENS: Span(1, longest),

@@ -59,15 +59,16 @@ class Graphs:
         self.num_bytes = 0
         """Device memory that the graphs keep, beyond what eager steps have."""
 
-    def assemble(self, work: StepWork, chosen: Tensor | None = None) -> Batch:
+    def assemble(self, work: StepWork, chosen: Tensor | None = None, *, awaited: int = 0) -> Batch:
         """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own.
 
-        `chosen` are the tokens that steps in flight choose, if rows continue some.
+        `chosen` are the tokens that steps in flight choose, if rows continue some; `awaited` is the number of tokens
+        that the step before will choose, if it is not launched yet.
         """
         bucket = self._bucket_for(work) if self.buckets else None
         if bucket is None:
-            return Batch(work, self._pools, self._store.device, chosen)
-        return Batch.inside(work, self._pools, bucket, chosen)
+            return Batch(work, self._pools, self._store.device, chosen, awaited)
+        return Batch.inside(work, self._pools, bucket, chosen, awaited)
 
     def _bucket_for(self, work: StepWork) -> StaticMemory | None:
         lens = work.query_lens

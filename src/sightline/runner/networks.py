@@ -6,7 +6,7 @@ operations and the limits of steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import Planner
-from sightline.attention.spec import LayerGroup
+from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
@@ -28,6 +29,8 @@ from sightline.models.contract import Model
 from sightline.models.drafting import LoadedDraft
 from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.graphs import Graphs
+from sightline.runner.progress import OnBuildStep
+from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
 
 
@@ -41,6 +44,8 @@ class NetworkParts:
     groups: tuple[LayerGroup, ...]
     selections: tuple[GroupSelection, ...]
     """For each group, the chosen backends and why the others were refused."""
+    max_rollout: int = 0
+    """Steps that may be planned at once, one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,29 @@ class NetworkRuntime:
     runner: Runner
     graphs: Graphs
     max_step_tokens: int
+    max_rollout: int
+    """Steps that are planned at once, one behind the other; 0 if each is planned when its turn comes."""
+
+    @property
+    def only_borrows(self) -> bool:
+        """True if it reads another network's cache and has none. Its tokens see the context alone."""
+        return not owns_entries([binding.group for binding in self.bindings])
+
+    def capture(self, recorder: Recorder, ledger: Ledger, on_step: OnBuildStep) -> None:
+        """Records the steps of every bucket."""
+        if not self.only_borrows:
+            self.graphs.capture(self.runner, recorder, ledger, on_step)
+            return
+        told = ("cuda_graph_sizes", "steps of a drafter that reads the model's cache run eagerly")
+        if recorder.is_essential:
+            ledger.degrade(*told, "use another drafter if guessing is slow")
+        else:
+            ledger.note(*told)
+
+
+def owns_entries(groups: Sequence[LayerGroup]) -> bool:
+    """True if a network of these groups writes a cache. One that only borrows has its lender's rows and lengths."""
+    return any(group.loan is None for group in groups)
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,10 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     device, launcher = config.device.torch_device, shared.launcher
     # A captured step is padded to as many rows as it has tokens.
     max_rows = max(config.max_rows, *config.graph_sizes, 0)
-    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    # Tokens that see the context alone are not captured.
+    sizes = config.graph_sizes if owns_entries(parts.groups) else ()
+    max_rollout = parts.max_rollout if _can_roll_out(sizes, parts.selections) else 0
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout)
     bindings = tuple(
         GroupBinding(
             group,
@@ -113,8 +144,17 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
         for lane in limits.lanes
     }
     runner = Runner(model, planner, activations)
-    graphs = Graphs(config.graph_sizes, shared.store, cache, planner, bindings)
-    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
+    graphs = Graphs(sizes, shared.store, cache, planner, bindings)
+    return NetworkRuntime(
+        cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout
+    )
+
+
+def _can_roll_out(sizes: Sequence[int], selections: Sequence[GroupSelection]) -> bool:
+    """True if several plans may exist at once: every backend keeps what it derives in the plan, and no step is in a
+    bucket, which holds one batch at a time. `sizes` are those of the buckets."""
+    chosen = [each.capability.features for selection in selections for each in selection.values()]
+    return not sizes and all(Feature.SEVERAL_PLANS in features for features in chosen)
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:

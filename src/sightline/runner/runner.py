@@ -48,10 +48,7 @@ class Runner:
         returns, later steps may read what it wrote to the cache. If it raises, its cache writes do not count. Raises
         `LaneBusyError` if another thread plans or runs in the plan's lane.
         """
-        if not isinstance(planned, PlannedBatch):
-            raise UnplannedBatchError(
-                f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
-            )
+        _require_plan(planned)
         return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned, states)
 
     @property
@@ -83,13 +80,15 @@ class Runner:
 
         The step must be planned: a plan that is made while the work is recorded raises `LaneBusyError`.
         """
+        _require_plan(planned)
         self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._capture, planned, recorder)
 
     def _capture(self, planned: PlannedBatch, recorder: Recorder) -> None:
         current = self._planner.ensure(planned)
         lane = current.plan.certificate.lane
         work = partial(self._run, current, self._activations[lane])
-        recording = self._planner.lanes.run(lane, Depth.RUNNING, recorder.record, work)
+        with current.in_stream_order():
+            recording = self._planner.lanes.run(lane, Depth.RUNNING, recorder.record, work)
         self._planner.pin(current)
         self._recordings[current.batch.memory] = recording
 
@@ -102,9 +101,10 @@ class Runner:
         try:
             self._planner.launch(current)
             self._states_of[lane] = current.batch.batch_id
-            if recording is not None:
-                return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
-            return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
+            with current.in_stream_order():
+                if recording is not None:
+                    return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
+                return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
         except BaseException:
             self._planner.take_back(current)
             raise
@@ -131,3 +131,11 @@ class Runner:
         with torch.inference_mode():
             # A copy: the next step may be replayed before this one's logits are read.
             return recording.replay()[: len(current.batch.logit_places)].clone()
+
+
+def _require_plan(planned: PlannedBatch) -> None:
+    """Raises `UnplannedBatchError` for callers that no type checker sees."""
+    if not isinstance(planned, PlannedBatch):
+        raise UnplannedBatchError(
+            f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
+        )

@@ -21,7 +21,7 @@ from sightline.models.registry import define_model
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
 
 
 class ModelDrafter(Drafter):
@@ -45,14 +45,12 @@ class ModelDrafter(Drafter):
         for sequence, row, length in zip(sequences, rows, lengths, strict=True):
             self._steps.discard(row)
             work.append(RowWork(row, sequence.tokens[length:], length, num_logits=1))
-        columns = [self._draft.choose(self._steps.run(work).logits)]
-        for place in range(1, rooms[order[0]].most):
-            count = sum(each.most > place for each in rooms)
-            work = [
-                RowWork(row, (), len(sequence.tokens) + place - 1, 1, unread=index)
-                for index, (row, sequence) in enumerate(zip(rows[:count], sequences, strict=False))
-            ]
-            columns.append(self._draft.choose(self._steps.run(work, columns[-1]).logits))
+        first = self._draft.choose(self._steps.run(work).logits)
+        drafted = [
+            DraftedRow(row, len(sequence.tokens), rooms[index].most - 1)
+            for row, sequence, index in zip(rows, sequences, order, strict=True)
+        ]
+        columns = [first, *self._steps.roll_out(drafted, first, None, self._draft.choose)]
         drafts = [Draft()] * len(rooms)
         for index, length, tokens in zip(order, lengths, read_columns(columns), strict=True):
             self._fed[rooms[index].sequence] = (*rooms[index].sequence.tokens[length:], *tokens[:-1])

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sightline.core.batch import CONTEXT, RowWork
+from sightline.core.batch import CONTEXT
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, ObservedStep
-from sightline.speculative.network_steps import NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
 
 
 class _Seen(NamedTuple):
@@ -45,30 +45,19 @@ class FrozenDrafter(Drafter):
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
         # The longest drafts first, so that the rows of every step are the first ones of the step before.
-        known = [index for index, each in enumerate(rooms) if self._is_seen(each.sequence)]
-        order = sorted(known, key=lambda index: -rooms[index].most)
+        seen = [index for index, each in enumerate(rooms) if self._is_seen(each.sequence)]
+        order = sorted(seen, key=lambda index: -rooms[index].most)
         drafts = [Draft()] * len(rooms)
         if not order:
             return drafts
         sequences = [rooms[index].sequence for index in order]
         states = torch.cat([self._seen[each].state for each in sequences])
-        columns: list[Tensor] = []
-        for place in range(rooms[order[0]].most):
-            count = sum(rooms[index].most > place for index in order)
-            work = [
-                RowWork(
-                    table_row=each.held_row,
-                    tokens=() if place else each.tokens[-1:],
-                    context_len=len(each.tokens) - 1,
-                    num_logits=1,
-                    mask=CONTEXT,
-                    unread=index if place else None,
-                )
-                for index, each in enumerate(sequences[:count])
-            ]
-            outputs = self._steps.run(work, columns[-1] if place else None, states[:count])
-            states = outputs.given_states
-            columns.append(self._draft.choose(outputs.logits))
+        known = states.new_tensor([each.tokens[-1] for each in sequences], dtype=torch.int64)
+        drafted = [
+            DraftedRow(each.held_row, len(each.tokens) - 1, rooms[index].most, CONTEXT)
+            for each, index in zip(sequences, order, strict=True)
+        ]
+        columns = self._steps.roll_out(drafted, known, states, self._draft.choose)
         for index, tokens in zip(order, read_columns(columns), strict=True):
             drafts[index] = Draft(tuple(tokens))
         return drafts

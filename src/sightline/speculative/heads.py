@@ -39,7 +39,7 @@ from sightline.speculative.drafter import (
     ObservedRow,
     ObservedStep,
 )
-from sightline.speculative.network_steps import NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
 
 
 class _Ahead(NamedTuple):
@@ -129,18 +129,16 @@ class HeadDrafter(Drafter):
             torch.cat([each.tokens[depth] for each, many in zip(ahead, most, strict=True) if many > depth])
             for depth in range(min(len(self._depths), most[0]))
         ]
-        states, last = torch.cat([each.state for each in ahead]), self._depths[-1]
+        last, num_depths = self._depths[-1], len(self._depths)
         for row, each in zip(rows, ahead, strict=True):
             last.discard(row, each.place)
-        for place in range(len(self._depths), most[0]):
-            count = sum(many > place for many in most)
-            work = [
-                RowWork(row, (), each.place + place - len(self._depths), 1, unread=index)
-                for index, (row, each) in enumerate(zip(rows[:count], ahead, strict=False))
-            ]
-            outputs = last.run(work, columns[-1], states[:count])
-            states = outputs.given_states
-            columns.append(self._draft.choose(outputs.logits))
+        drafted = [
+            DraftedRow(row, each.place, many - num_depths)
+            for row, each, many in zip(rows, ahead, most, strict=True)
+            if many > num_depths
+        ]
+        states = torch.cat([each.state for each in ahead[: len(drafted)] or ahead[:1]])
+        columns += last.roll_out(drafted, columns[-1], states, self._draft.choose)
         for index, tokens in zip(order, read_columns(columns), strict=True):
             drafts[index] = Draft(tuple(tokens))
         return drafts

@@ -6,15 +6,16 @@ overwritten otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from sightline.core.batch import RowWork, StepWork
+from sightline.attention.planner import PlannedBatch
+from sightline.core.batch import CAUSAL, CONTEXT, RowMask, RowWork, StepWork
 from sightline.runner.networks import NetworkRuntime
 
 
@@ -32,6 +33,26 @@ class NetworkOutputs(NamedTuple):
         if self.states is None:
             raise ValueError("expected a network that gives a state for each token, got one that gives none")
         return self.states
+
+
+class DraftedRow(NamedTuple):
+    """A row that a network guesses for, one token in each step."""
+
+    table_row: int
+    place: int
+    """Where the first step is."""
+    num_steps: int
+    """Steps that it takes part in, from the first on."""
+    mask: RowMask = CAUSAL
+
+    @property
+    def advance(self) -> int:
+        """Places from one step to the next: none if nothing is written."""
+        return 0 if self.mask is CONTEXT else 1
+
+
+Choose: TypeAlias = Callable[[Tensor], Tensor]
+"""The tokens [num_rows] int64 that rows of logits prefer."""
 
 
 class NetworkSteps:
@@ -71,11 +92,52 @@ class NetworkSteps:
         made = [each.states for each in outputs if each.states is not None]
         return NetworkOutputs(torch.cat([each.logits for each in outputs]), torch.cat(made) if made else None)
 
+    def roll_out(
+        self, rows: Sequence[DraftedRow], tokens: Tensor, states: Tensor | None, choose: Choose
+    ) -> list[Tensor]:
+        """Guesses on, behind `tokens` [num_rows] int64 and the `states` [num_rows, width] that the network takes.
+
+        `rows` are those with the most guesses first. Returns the tokens of each step, of as many rows as it has. All
+        steps are planned before the first one runs, if they may be.
+        """
+        columns = [tokens]
+        works = [_guessed(rows, step) for step in range(rows[0].num_steps if rows else 0)]
+        network, lens = self._network, [len(tokens), *map(len, works)]
+        ahead: tuple[PlannedBatch, ...] = ()
+        if len(works) <= network.max_rollout:
+            ahead = network.planner.rollout(
+                [network.graphs.assemble(work, awaited=count) for work, count in zip(works, lens, strict=False)]
+            )
+        for index, work in enumerate(works):
+            given = None if states is None else states[: len(work)]
+            if ahead:
+                ahead[index].batch.fill(columns[-1])
+                outputs = self._finish(ahead[index], given)
+            else:
+                outputs = self._finish(network.planner.plan(network.graphs.assemble(work, columns[-1])), given)
+            states = outputs.states
+            columns.append(choose(outputs.logits))
+        return columns[1:]
+
     def _run(self, work: Sequence[RowWork], chosen: Tensor | None, states: Tensor | None) -> NetworkOutputs:
         network = self._network
-        planned = network.planner.plan(network.graphs.assemble(StepWork.of(work), chosen))
-        logits = network.runner.forward(planned, states)
-        return NetworkOutputs(logits, network.runner.states(planned) if network.runner.gives_states else None)
+        return self._finish(network.planner.plan(network.graphs.assemble(StepWork.of(work), chosen)), states)
+
+    def _finish(self, planned: PlannedBatch, states: Tensor | None) -> NetworkOutputs:
+        runner = self._network.runner
+        logits = runner.forward(planned, states)
+        return NetworkOutputs(logits, runner.states(planned) if runner.gives_states else None)
+
+
+def _guessed(rows: Sequence[DraftedRow], step: int) -> StepWork:
+    """The rows of one step of a draft, each behind the token that the step before chose for it."""
+    return StepWork.of(
+        [
+            RowWork(each.table_row, (), each.place + each.advance * step, 1, each.mask, unread=index)
+            for index, each in enumerate(rows)
+            if each.num_steps > step
+        ]
+    )
 
 
 def _num_tokens(row: RowWork) -> int:

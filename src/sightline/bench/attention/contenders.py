@@ -101,7 +101,7 @@ def _no_graph(capability: Capability, shape: Shape) -> str | None:
 
 def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> Planner:
     shape, target = data.shape, data.device.torch_device
-    limits = StepLimits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,))
+    limits = StepLimits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,), max_rollout=0)
     workspace = Workspace(target, _SCRATCH_BYTES)
     [cache] = data.store.groups
     context = BackendContext(

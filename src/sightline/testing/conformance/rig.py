@@ -152,6 +152,7 @@ class RigSetting:
     max_rows: int = 16
     max_step_tokens: int = 512
     lanes: tuple[Lane, ...] = (MAIN_LANE,)
+    max_rollout: int = 4
     paranoid: bool = False
     layout: Layout = Layout.SHUFFLED
     unused: Unused = Unused.NAN
@@ -218,7 +219,9 @@ class AttentionRig:
 
     def _make_planner(self, workspace: Workspace) -> Planner:
         setting = self.setting
-        limits = StepLimits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        limits = StepLimits(
+            setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes, setting.max_rollout
+        )
         bindings = [
             GroupBinding.alone(
                 group,

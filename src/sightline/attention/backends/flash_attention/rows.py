@@ -27,7 +27,7 @@ from sightline.core.device import DeviceKind
 PACKAGE = "flash_attn.cute"
 _HOPPER = frozenset({(9, 0)})
 _DTYPES = (torch.bfloat16, torch.float16)
-_COMMON = frozenset({Feature.WINDOW, Feature.DETERMINISTIC})
+_COMMON = frozenset({Feature.WINDOW, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS})
 
 
 def _softmax_row(dtype: torch.dtype, head_dims: frozenset[int], features: frozenset[Feature]) -> Capability:
@@ -60,7 +60,7 @@ def _latent_row(dtype: torch.dtype) -> Capability:
         head_dims=frozenset({576}),
         group_sizes=any_size,
         page_sizes=any_size,
-        features=frozenset({Feature.NON_CAUSAL, Feature.LSE, Feature.DETERMINISTIC}),
+        features=frozenset({Feature.NON_CAUSAL, Feature.LSE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS}),
         host_lengths=HostLengths.EXACT,
         graph=GraphLevel.NONE,
         package=PACKAGE,

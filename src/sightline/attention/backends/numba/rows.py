@@ -21,6 +21,7 @@ _FEATURES = frozenset(
         Feature.LSE,
         Feature.SHARED_CACHE,
         Feature.DETERMINISTIC,
+        Feature.SEVERAL_PLANS,
     }
 )
 

@@ -31,5 +31,6 @@ def _rows(kind: SpecKind, features: frozenset[Feature]) -> tuple[Capability, ...
 # Other rows change the shapes of the products, and with them the order of summation.
 ROWS = _rows(SpecKind.SOFTMAX, frozenset(Feature) - {Feature.BATCH_INVARIANT})
 LATENT_ROWS = _rows(
-    SpecKind.LATENT, frozenset({Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC})
+    SpecKind.LATENT,
+    frozenset({Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS}),
 )

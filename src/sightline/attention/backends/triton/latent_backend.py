@@ -81,6 +81,13 @@ class _Absorbed(NamedTuple):
     rows: PlannedExtend
     is_served: Tensor
     """[num_tokens] bool: True for tokens of absorbed rows."""
+    places: Tensor | None
+    """[num_tokens] int64: the index of each token, if the device must find out which of them belong to rows."""
+
+    def prepare(self) -> None:
+        self.rows.prepare()
+        if self.places is not None:
+            torch.lt(self.places, self.rows.query_lens.sum(), out=self.is_served)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +158,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
             torch.sum(rows.query_lens, 0, keepdim=True, out=self.lane.num_real)
         if self.absorbed is not None:
-            self.absorbed.rows.prepare()
+            self.absorbed.prepare()
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
@@ -195,7 +202,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     def _absorb(
         self, absorbed: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
-        rows, is_served = absorbed
+        rows, is_served = absorbed.rows, absorbed.is_served
         tokens, latent_dim = out.shape[0], self.spec.latent_dim
         queries, found = self.lane.queries[:tokens], self.lane.found[:tokens]
         absorb_queries(inputs.q_nope, inputs.q_rope, inputs.key_up, queries)
@@ -297,24 +304,19 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def _plan_phases(
         self, step: StepView, lane: _Lane, buffers: PlanBuffers
     ) -> tuple[_Absorbed | None, VarlenPhases | None]:
-        phases = plan_phases(row_spans(step.batch, None), self._spec, self._varlen.room, cheapest_way)
+        batch = step.batch
+        if batch.query_lens.host is None or batch.context_lens.host is None:
+            # Other ways need the lengths of all rows before they run.
+            return self._absorb_all(step, lane, buffers), None
+        phases = plan_phases(row_spans(batch, None), self._spec, self._varlen.room, cheapest_way)
         spans, others = split_absorbed(phases)
         absorbed = self._plan_absorbed([span.row for span in spans], step, lane, buffers) if spans else None
         return absorbed, self._varlen.plan(others, step, buffers) if others else None
 
     def _plan_absorbed(self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
-        batch, spec = step.batch, self._spec
+        batch = step.batch
         lens = batch.query_lens.exact()
         chosen = set(rows)
-        config = choose_config(
-            self._dtype,
-            spec.head_dim,
-            spec.latent_dim,
-            spec.num_q_heads,
-            max(lens),
-            shared_bytes=self._chip.shared_bytes,
-        )
-        tile_tokens = config.tile_tokens(spec.num_q_heads)
         served = buffers.take("served", (batch.num_rows,), torch.int8)
         served.copy_(
             torch.tensor([row in chosen for row in range(batch.num_rows)], dtype=torch.int8), non_blocking=True
@@ -323,6 +325,30 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         flags = [row in chosen for row, count in enumerate(lens) for _ in range(count)]
         flags += [False] * (batch.num_tokens - len(flags))
         is_served.copy_(torch.tensor(flags, dtype=torch.bool), non_blocking=True)
+        return _Absorbed(self._extended(step, max(lens), served, lane, buffers), is_served, None)
+
+    def _absorb_all(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
+        """All rows, whatever their lengths are."""
+        batch = step.batch
+        is_served = buffers.take("is served", (batch.num_tokens,), torch.bool)
+        places = buffers.take("places", (batch.num_tokens,), torch.int64)
+        torch.arange(batch.num_tokens, out=places)
+        rows = self._extended(step, max(batch.query_lens.bound), None, lane, buffers)
+        return _Absorbed(rows, is_served, places)
+
+    def _extended(
+        self, step: StepView, longest_query: int, served: Tensor | None, lane: _Lane, buffers: PlanBuffers
+    ) -> PlannedExtend:
+        batch, spec = step.batch, self._spec
+        config = choose_config(
+            self._dtype,
+            spec.head_dim,
+            spec.latent_dim,
+            spec.num_q_heads,
+            longest_query,
+            shared_bytes=self._chip.shared_bytes,
+        )
+        tile_tokens = config.tile_tokens(spec.num_q_heads)
         count = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
         tiles = Tiles(buffers.take("tiles", (count, FIELDS), torch.int32), tile_tokens)
-        return _Absorbed(PlannedExtend.of(step, config, tiles, lane.query_offsets, served, buffers), is_served)
+        return PlannedExtend.of(step, config, tiles, lane.query_offsets, served, buffers)

@@ -22,6 +22,7 @@ _FEATURES = frozenset(
         Feature.SHARED_CACHE,
         # Not batch-invariant: context splits depend on all rows of a step, which changes the order of a row's sums.
         Feature.DETERMINISTIC,
+        Feature.SEVERAL_PLANS,
     }
 )
 
@@ -50,8 +51,8 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
         features=_FEATURES - SOFTMAX_ONLY,
-        # Rows of many new tokens choose how they are computed by their lengths.
-        host_lengths=HostLengths.EXACT,
+        # Lengths that only the device knows are served too: all rows attend to the entries in place.
+        host_lengths=HostLengths.BOUND,
         graph=GraphLevel.DECODE,
         group_sizes=group_sizes,
         ranks=ranks,

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.attention.planner import PlannedBatch
+from sightline.attention.rollout import following_steps
 from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
 from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.steps import Step, bits, to_device
-from sightline.testing.conformance.trial import Trial, check, fail, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, fail, needs_feature, ragged_rows
 
 _ROWS = (Row(17, 1), Row(3, 4))
 _OTHERS = (Row(30, 1), Row(31, 2), Row(0, 5))
+_DRAFTED = 3
+"""Steps of a draft."""
 
 
 @check("ragged")
@@ -149,6 +152,22 @@ def plan_buffers(trial: Trial) -> None:
                 current = bench.planner.ensure(planned)
                 current.prepare()
                 trial.hold(step, step.attend(current), "two plans in one lane, the older planned again")
+
+
+@check("plan-buffers", excused=needs_feature(Feature.SEVERAL_PLANS))
+def several_plans(trial: Trial) -> None:
+    """Steps of a draft that were all planned before the first of them ran are right."""
+    page = trial.page_size
+    for rows in trial.some((_ROWS, (Row(page - 1, 1), Row(3, 1), Row(2 * page, 1)))):
+        bench = trial.bench(setting=replace(trial.setting, max_rollout=_DRAFTED))
+        step = Step(bench, rows)
+        for row, table_row in zip(rows, step.table_rows, strict=True):
+            bench.store.grow_row(table_row, row.seq_len + _DRAFTED)
+        for number, planned in enumerate(bench.planner.rollout(following_steps(step.batch, _DRAFTED))):
+            step = step.next_step(1, seed=number) if number else step
+            current = bench.planner.ensure(planned)
+            current.prepare()
+            trial.hold(step, step.attend(current), f"step {number} of {_DRAFTED} planned at once")
 
 
 @check("next-batch", "long-beside-short")
