@@ -22,13 +22,16 @@ from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.scheduler.sequence import Draft, DraftRoom
 from sightline.speculative import heads, methods
-from sightline.speculative.drafter import ObservedStep
+from sightline.speculative.drafter import Drafter, ObservedStep
 from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.frozen import FrozenDrafter
 from sightline.speculative.heads import HeadDrafter
 from sightline.speculative.network_steps import DraftedRow, NetworkOutputs, NetworkSteps
 from support.eagle3_heads import CASES, make_weights, reference, save_head
 from support.eagle3_runs import make_target
 from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
+from support.tiny_assistant import make_assistant, reference_round
+from support.tiny_models import make_model
 from support.tiny_mtp import Oracle, save_with_modules
 
 MOST = 6
@@ -101,10 +104,27 @@ def eagle3_case(name: str, folder: Path) -> Case:
     return Case(folder / "target", config, guess)
 
 
+def frozen_case(family: str, folder: Path) -> Case:
+    target = make_model(family)
+    assistant = make_assistant(target)
+    target.save_pretrained(folder / "target")
+    assistant.save_pretrained(folder / "assistant")
+
+    def guess(text: Sequence[int], count: int) -> list[int]:
+        drafted = [text[-1]]
+        for _ in range(count):
+            drafted.append(int(reference_round(assistant, target, text[:-1], drafted)[-1].logits.argmax()))
+        return drafted[1:]
+
+    config = {"method": "frozen_kv_mtp", "model": str(folder / "assistant"), "num_speculative_tokens": MOST}
+    return Case(folder / "target", config, guess)
+
+
 MAKERS: dict[str, Callable[[Path], Case]] = {
     "deepseek_v3, one module": lambda folder: mtp_case("deepseek_v3", 1, folder),
     "deepseek_v3, three modules": lambda folder: mtp_case("deepseek_v3", 3, folder),
     "glm4_moe, two modules": lambda folder: mtp_case("glm4_moe", 2, folder),
+    "gemma4, frozen": lambda folder: frozen_case("gemma4", folder),
     "eagle3": lambda folder: eagle3_case("plain", folder),
     "eagle3, original": lambda folder: eagle3_case("original", folder),
 }
@@ -127,18 +147,20 @@ class Recorded:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        propose = HeadDrafter.propose
+        for kind in (HeadDrafter, FrozenDrafter):
+            patch.setattr(kind, "propose", self._recorded(kind.propose))
+        patch.setattr(AdaptiveDrafts, "limit", lambda drafts, _: drafts._most)
+        patch.setattr(methods, "MAX_STEP_TOKENS", {DeviceKind.CPU: 64})
 
-        def recorded(drafter: HeadDrafter, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+    def _recorded(self, propose: Callable[..., Sequence[Draft]]) -> Callable[..., Sequence[Draft]]:
+        def recorded(drafter: Drafter, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
             found = propose(drafter, rooms)
             for room, draft in zip(rooms, found, strict=True):
                 assert len(draft.tokens) == room.most
                 self.drafts.append((tuple(room.sequence.tokens), draft.tokens))
             return found
 
-        patch.setattr(HeadDrafter, "propose", recorded)
-        patch.setattr(AdaptiveDrafts, "_limit", lambda drafts, _: drafts._most)
-        patch.setattr(methods, "MAX_STEP_TOKENS", {DeviceKind.CPU: 64})
+        return recorded
 
     def num_wrong(self, case: Case) -> int:
         """Drafts that the reference does not make."""
@@ -188,7 +210,7 @@ def test_guesses_are_those_of_the_reference_and_answers_those_without(
     assert recorded.num_wrong(case) == 0
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3, three modules", "eagle3"])
+@pytest.mark.parametrize("name", ["deepseek_v3, three modules", "eagle3", "gemma4, frozen"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -212,7 +234,7 @@ def test_room_and_sizes_change_nothing(
     assert recorded.num_wrong(case) == 0
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3, one module", "glm4_moe, two modules", "eagle3"])
+@pytest.mark.parametrize("name", ["deepseek_v3, one module", "glm4_moe, two modules", "eagle3", "gemma4, frozen"])
 def test_every_parameter_and_shared_prefixes_give_the_same_answers(cases: Callable[[str], Case], name: str) -> None:
     case = cases(name)
     expected = ask(tiny(case.folder), EVERYTHING, PROMPTS)

@@ -64,9 +64,15 @@ EAGLE3 = DraftMethod(
     needs=frozenset({"model"}),
 )
 MTP = DraftMethod("mtp", "the model's own layers for multi-token prediction", takes=frozenset({"attention_backend"}))
-METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
+FROZEN_KV_MTP = DraftMethod(
+    "frozen_kv_mtp",
+    "a small network that reads the model's cache and has none",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP, FROZEN_KV_MTP)
 """Sightline's own methods. Packages bring others, see `method_names`."""
-_PLANNED = ("eagle", "frozen_kv_mtp", "medusa", "suffix")
+_PLANNED = ("eagle", "medusa", "suffix")
 """Methods of other engines, which get a message of their own."""
 
 

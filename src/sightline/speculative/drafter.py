@@ -29,6 +29,12 @@ class ObservedRow(NamedTuple):
     start: int
     """Where its tokens begin in the step."""
 
+    def kept(self, states: Tensor) -> Tensor:
+        """Of the states of a step's tokens, those of this row's tokens that are kept, in the order of the sequence."""
+        if self.result.path is None:
+            return states[self.start : self.start + self.result.seq_len - self.row.context_len]
+        return states[[self.start, *(self.start + 1 + guess for guess in self.result.path)]]
+
     def known_from(self, place: int) -> list[int]:
         """The sequence's tokens from a place before the row's end on, with those that the step settled."""
         tokens, settled = self.row.sequence.tokens, self.result.tokens

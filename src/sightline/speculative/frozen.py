@@ -15,10 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sightline.core import speculation
 from sightline.core.batch import CONTEXT
+from sightline.core.speculation import Speculation
+from sightline.models.drafting import DraftSource
+from sightline.models.gemma4_assistant import AssistantDraft, define_assistant
+from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
-from sightline.speculative.drafter import Drafter, DrafterContext, ObservedStep
+from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
 from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
 
 
@@ -73,9 +78,18 @@ class FrozenDrafter(Drafter):
         for each in step.rows:
             row, result = each.row, each.result
             if result.tokens:
-                last = each.start + result.seq_len - row.context_len - 1
-                state = self._draft.fuse(step.states[last : last + 1])
+                state = self._draft.fuse(each.kept(step.states)[-1:])
                 self._seen[row.sequence] = _Seen(state, result.seq_len)
 
     def forget(self, sequence: SequenceState) -> None:
         self._seen.pop(sequence, None)
+
+
+def _assistant(config: Speculation, target: DraftTarget) -> DraftSource:
+    assert config.model is not None, "the method needs it"
+    checkpoint = open_checkpoint(config.model, target.ledger)
+    assistant = define_assistant(checkpoint.config, target.definition, target.ledger)
+    return DraftSource(AssistantDraft(assistant), checkpoint)
+
+
+FROZEN_KV_MTP = DrafterKind(speculation.FROZEN_KV_MTP, FrozenDrafter.make, networks=_assistant)

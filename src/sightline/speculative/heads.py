@@ -163,7 +163,6 @@ class HeadDrafter(Drafter):
         row, result = each.row, each.result
         first = min(steps.length(row.table_row) for steps in self._depths)
         tokens = each.known_from(first)
-        num_kept = result.seq_len - row.context_len
         return _Row(
             sequence=row.sequence,
             table_row=row.table_row,
@@ -172,7 +171,7 @@ class HeadDrafter(Drafter):
             num_known=first + len(tokens),
             stop=result.seq_len,
             is_guessed_for=bool(result.tokens),
-            given=_Span(row.context_len, states[each.start : each.start + num_kept]),
+            given=_Span(row.context_len, each.kept(states)),
         )
 
     def _compute(self, depth: int, steps: NetworkSteps, rows: Sequence[_Row]) -> list[_Row]:

@@ -23,11 +23,12 @@ from sightline.models.registry import define_model
 from sightline.speculative.draft_model import DRAFT_MODEL
 from sightline.speculative.drafter import DrafterContext, DrafterKind, DraftTarget
 from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.frozen import FROZEN_KV_MTP
 from sightline.speculative.heads import EAGLE3, MTP
 from sightline.speculative.ngram import NGRAM
 
 BUILT_IN: Mapping[str, DrafterKind] = MappingProxyType(
-    {each.method.name: each for each in (NGRAM, DRAFT_MODEL, EAGLE3, MTP)}
+    {each.method.name: each for each in (NGRAM, DRAFT_MODEL, EAGLE3, MTP, FROZEN_KV_MTP)}
 )
 MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
 """Up to so many tokens a step mostly reads weights, so that guesses cost little; beyond, each costs its own time."""
