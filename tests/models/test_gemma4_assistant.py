@@ -159,7 +159,8 @@ def test_the_targets_state_is_the_one_that_transformers_gives_to_its_assistant(p
 def test_a_round_writes_nothing_and_leaves_the_rows_as_they_were(pair: Pair) -> None:
     rounds = Rounds(pair.runtime(pair.definition(Ledger())), CONTEXTS)
     runtime = rounds.runtime
-    assert rounds.network.cache is runtime.store.main
+    assert rounds.network.cache.lengths is runtime.store.lengths
+    assert set(rounds.network.cache.pools) <= set(runtime.store.main.pools)
     assert len(runtime.store.networks) == 1, "an assistant has no cache"
     before, pages = bits(runtime), runtime.store.num_free_pages
     first = rounds.run(DRAFTED)
