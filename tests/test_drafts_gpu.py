@@ -11,7 +11,7 @@ import torch
 from sightline import LLM
 from support.eagle3_heads import CASES, make_weights, save_head
 from support.eagle3_runs import make_target
-from support.speculating import EVERYTHING, PROMPTS, ask, tiny, tokens_of
+from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
 from support.tiny_models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -70,4 +70,7 @@ def test_answers_are_those_without_guesses_and_steps_are_replayed(
     for network in runtime.draft.networks:
         assert network.runner.num_replayed > 0
     if config["method"] == "draft_model":
-        assert metrics.spec_decode_num_accepted_tokens > 0.9 * metrics.spec_decode_num_draft_tokens / 2
+        llm.engine.reset_counts()
+        ask(llm, GREEDY, PROMPTS)
+        metrics = llm.engine.metrics()
+        assert metrics.spec_decode_num_accepted_tokens > 0.95 * metrics.spec_decode_num_draft_tokens
