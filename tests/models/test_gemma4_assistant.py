@@ -81,7 +81,7 @@ class Pair:
 
 
 ORDERED = "gemma4 whose assistant has clusters of tokens"
-LARGE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+LARGE: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 """The large target has one key head in layers with full attention."""
 
 
