@@ -125,6 +125,13 @@ class Speculation:
                 f"{self.prompt_lookup_min}; lower it"
             )
 
+    @property
+    def network(self) -> str:
+        """`model`, for a method that needs one. Raises `ConfigError` if it is not given."""
+        if self.model is None:
+            raise ConfigError(f"expected model in speculative_config with the method {self.method}, got none; give it")
+        return self.model
+
     def __str__(self) -> str:
         branches = f" in each of {self.num_branches} branches" if self.num_branches > 1 else ""
         return f"{self.method}, at most {self.num_speculative_tokens} tokens{branches}"
