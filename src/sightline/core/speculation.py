@@ -25,11 +25,11 @@ class DraftMethod:
 
     name: str
     help: str
-    """What it guesses from, as a phrase."""
+    """A phrase that says what it guesses from."""
     takes: frozenset[str] = frozenset()
-    """Settings that not every method takes, and this one does."""
+    """Settings that this method takes, beside those that every method takes."""
     needs: frozenset[str] = frozenset()
-    """Those of them that it cannot do without."""
+    """Settings that must be given."""
 
     def check(self, given: Speculation) -> None:
         """Raises `ConfigError` if a setting is missing, or if one has a value that this method would ignore."""

@@ -1,4 +1,4 @@
-"""What a drafter is: it guesses for all sequences of an engine, and sees every step that the engine commits."""
+"""The contract for drafters: one guesses for all sequences of an engine, and sees every step before it is committed."""
 
 from __future__ import annotations
 
