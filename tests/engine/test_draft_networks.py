@@ -21,19 +21,6 @@ Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_model(family).save_pretrained(made[family])
-        return made[family]
-
-    return find
-
-
-@pytest.fixture(scope="module")
 def nearly(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that often, but not always, says what the tiny llama says."""
     folder = tmp_path_factory.mktemp("nearly")

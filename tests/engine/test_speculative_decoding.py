@@ -2,115 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import cast
 
 import pytest
 
-from sightline import LLM, RequestOutput, SamplingParams
-from sightline.core.ledger import Ledger
 from sightline.core.request import FinishReason, Terms
-from sightline.engine import engine as engine_module
 from sightline.engine import sampled
 from sightline.engine.live import LiveSequence
-from sightline.llm import EngineSettings, TokensPrompt
+from sightline.llm import TokensPrompt
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow
-from sightline.speculative.drafter import DrafterOfTexts, TextDrafter
+from sightline.scheduler.sequence import RowResult, ScheduledRow
 from sightline.speculative.drafts import AdaptiveDrafts
+from support.case_marks import routine
 from support.engines import is_at_rest
-from support.tiny_models import VOCAB, make_model, random_prompts
+from support.guessing import lie
+from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, SAMPLED, ask, tiny, tokens_of
 
-PAGE = 4
 NGRAM = {"method": "ngram"}
-PROMPTS = random_prompts([9, 14, 3, 21, 8])
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, seed=8, max_tokens=24, ignore_eos=True)
-EVERYTHING = [
-    GREEDY,
-    SAMPLED,
-    replace(SAMPLED, n=3, top_p=0.9, logprobs=2),
-    replace(SAMPLED, temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
-    replace(GREEDY, repetition_penalty=1.3, min_tokens=5, logit_bias={3: 2.0}, logprobs=1, prompt_logprobs=1),
-]
-
-
-class Liar(TextDrafter):
-    """Knows the answers, and tells the truth with a given probability."""
-
-    def __init__(self, answers: Sequence[Sequence[int]], honesty: float, random: Random) -> None:
-        self._answers, self._honesty, self._random = answers, honesty, random
-
-    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        known = [each for each in self._answers if list(each[: len(tokens)]) == list(tokens)]
-        truth = list(known[0][len(tokens) :]) if known else []
-        guessed = [*truth, *[0] * most][: self._random.randint(0, most)]
-        return [each if self._random.random() < self._honesty else self._random.randrange(VOCAB) for each in guessed]
-
-
-class Tireless(AdaptiveDrafts):
-    """Guesses as much as it may, however often it was wrong."""
-
-    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
-        drafts = []
-        for sequence, room, _ in rooms:
-            [draft] = self._drafter.propose([DraftRoom(sequence, min(room, most, self._most))])
-            drafts.append(draft)
-            most -= len(draft.tokens)
-        return drafts
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_model(family).save_pretrained(made[family])
-        return made[family]
-
-    return find
-
-
-def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {
-        "skip_tokenizer_init": True,
-        "cache_tokens": 1024,
-        "page_size": PAGE,
-        "paranoid": True,
-        "dtype": "float32",
-        **changes,
-    }
-    return LLM(str(folder), **cast("EngineSettings", settings))
-
-
-def ask(
-    llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[list[int]]
-) -> list[RequestOutput]:
-    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-    outputs = llm.generate(given, params, use_tqdm=False)
-    assert is_at_rest(llm)
-    return outputs
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
-    return [[each.token_ids for each in output.outputs] for output in outputs]
-
-
-def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: float, most: int = 7) -> None:
-    """Engines that guess do so with liars, who know these outputs."""
-    answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
-    random = Random(3)
-    drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger()))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +57,7 @@ def test_answers_are_those_without_guesses(
     assert list(by_position) == sorted(by_position, reverse=True), "behind a wrong guess nothing is right"
     assert by_position[0] <= metrics.spec_decode_num_drafts
     share = metrics.spec_decode_num_accepted_tokens / metrics.spec_decode_num_draft_tokens
-    assert (share < 0.2) if honesty == 0.0 else (share > 0.35)
+    assert (share < 0.2) if honesty == 0.0 else (share > 0.2)
 
 
 @pytest.mark.parametrize("honesty", [0.6, 1.0])
@@ -327,9 +241,9 @@ def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_add_drafts", wide)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
+PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    each.__name__: each
+    for each in (
         bonus_dropped,
         wrong_guess_kept,
         rejected_slots_kept,
@@ -337,9 +251,11 @@ def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
         penalties_count_all_guesses,
         end_passed_over,
         guesses_beyond_the_pages,
-    ],
-    ids=lambda plant: plant.__name__,
-)
+    )
+}
+
+
+@pytest.mark.parametrize("plant", routine(PLANTS, "wrong_guess_kept", "rejected_slots_kept"))
 def test_planted_faults_are_seen(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:

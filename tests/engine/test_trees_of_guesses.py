@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import pytest
 import torch
 
-from sightline import LLM, RequestOutput, SamplingParams
+from sightline import RequestOutput
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability
 from sightline.attention.spec import Feature
@@ -20,65 +20,24 @@ from sightline.core.batch import RowMask
 from sightline.core.errors import NoBackendError
 from sightline.engine import launch, sampled
 from sightline.engine.live import LiveSequence
-from sightline.llm import EngineSettings, TokensPrompt
+from sightline.llm import TokensPrompt
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
 from sightline.speculative.verification import tree_mask, tree_positions
-from support.engines import is_at_rest
+from support.case_marks import routine
 from support.guessing import lie
 from support.recording_backend import install
-from support.tiny_models import make_model, random_prompts
+from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, ask, tiny, tokens_of
 
-PAGE = 4
 TREES = {"method": "ngram", "num_branches": 3}
-PROMPTS = random_prompts([9, 14, 3, 21, 8])
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, seed=8, max_tokens=24, ignore_eos=True)
-EVERYTHING = [
-    GREEDY,
-    SAMPLED,
-    replace(SAMPLED, n=3, top_p=0.9, logprobs=2),
-    replace(SAMPLED, temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
-    replace(GREEDY, repetition_penalty=1.3, min_tokens=5, logit_bias={3: 2.0}, logprobs=1, prompt_logprobs=1),
-]
 Answers = list[list[tuple[int, ...]]]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def find(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            make_model(family).save_pretrained(made[family])
-        return made[family]
-
-    return find
 
 
 @pytest.fixture(scope="module")
 def truth(folders: Callable[[str], Path]) -> list[RequestOutput]:
     return ask(tiny(folders("llama")), EVERYTHING, PROMPTS)
-
-
-def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
-    return LLM(str(folder), **cast("EngineSettings", settings))
-
-
-def ask(
-    llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[list[int]]
-) -> list[RequestOutput]:
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
-    assert is_at_rest(llm)
-    return outputs
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> Answers:
-    return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
 def watched(patch: pytest.MonkeyPatch) -> list[tuple[ScheduledRow, RowResult]]:
@@ -386,9 +345,9 @@ def penalty_counting_siblings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LiveSequence, "sampling_behind_drafts", chain)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
+PLANTS: dict[str, Plant] = {
+    each.__name__: each
+    for each in (
         accepted_length_off_by_one,
         bonus_token_dropped,
         padding_row_accepted,
@@ -401,8 +360,15 @@ def penalty_counting_siblings(patch: pytest.MonkeyPatch) -> None:
         seed_consumed_by_a_rejected_token,
         penalty_counting_rejected_tokens,
         penalty_counting_siblings,
-    ],
-    ids=lambda plant: plant.__name__,
+    )
+}
+
+
+@pytest.mark.parametrize(
+    "plant",
+    routine(
+        PLANTS, "tree_parent_wrong", "mask_of_the_previous_round", "siblings_entries_moved", "penalty_counting_siblings"
+    ),
 )
 def test_planted_faults_are_seen(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, truth: list[RequestOutput], plant: Plant

@@ -16,11 +16,11 @@ from sightline.core.ledger import Ledger
 from sightline.core.speculation import METHODS, Speculation, method_names, read_speculation
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.speculative import methods
-from sightline.speculative.drafter import DrafterContext
+from sightline.speculative.drafter import DrafterContext, DrafterKind
 from support.tiny_models import make_model, random_prompts
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_a_drafter.md"
-[EXAMPLE] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+EXAMPLE, NETWORKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 MODULE = f"""{EXAMPLE}
 network = DrafterKind(
     DraftMethod("network", "a network", takes=frozenset({{"attention_backend"}}), needs=frozenset({{"model"}})), Echo
@@ -115,3 +115,14 @@ def test_a_drafter_makes_trees_if_it_takes_branches_and_some_are_asked_for(insta
     assert methods.make_drafts(context(method="growing", num_branches=2)).num_branches == 2
     with pytest.raises(ConfigError, match=r"expected no num_branches in .* echo, which has no use for it, got 2"):
         methods.make_drafts(context(method="echo", num_branches=2))
+
+
+def test_the_example_with_networks_is_a_kind_that_needs_a_model() -> None:
+    names: dict[str, object] = {}
+    exec(NETWORKS, names)
+    kind = names["mine"]
+    assert isinstance(kind, DrafterKind)
+    assert kind.networks is names["networks"]
+    kind.method.check(Speculation(model="folder", method="draft_model"))
+    with pytest.raises(ConfigError, match="expected model in speculative_config with the method mine"):
+        kind.method.check(Speculation())

@@ -287,7 +287,7 @@ class CacheStore:
         """The model's own cache."""
         self.groups, self.lengths = self.main.groups, self.main.lengths
         self.pools = tuple(pool for network in self.networks for pool in network.pools)
-        """Those of all networks."""
+        """The pools of all networks."""
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._is_open = [False] * (limits.max_rows + 1)
         self._sharers: Counter[tuple[object, Bundle]] = Counter()

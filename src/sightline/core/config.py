@@ -155,8 +155,7 @@ class EngineConfig(KeptSettings):
     speculative_config: str | Mapping[str, object] | None = setting(
         None,
         'Guess several tokens and check them in one step, as JSON: {"method": "ngram", "num_speculative_tokens": 7}; '
-        "also prompt_lookup_max, prompt_lookup_min and corpus_tokens. Answers are the same, and take fewer steps where "
-        "text repeats itself.",
+        "its other fields are below. Answers are the same, and take fewer steps where guesses are right.",
         only_generates=True,
     )
     layer_kernels: str = setting(

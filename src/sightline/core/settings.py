@@ -90,7 +90,7 @@ class Alias:
     fields: Callable[[Any], Mapping[str, object]] | None = None
     """Reads a value as some fields of the setting, which is a mapping or its JSON. None: it is the setting's value."""
     kind: type = object
-    """As that of a `Setting`; `aliases_of` fills it in."""
+    """The type of the setting, which `aliases_of` fills in."""
 
     def meaning(self, value: object) -> object:
         """The setting's value. Only a bool has an opposite; the setting's own check refuses anything else."""

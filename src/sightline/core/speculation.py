@@ -25,11 +25,11 @@ class DraftMethod:
 
     name: str
     help: str
-    """What it guesses from, as a phrase."""
+    """A phrase that says what it guesses from."""
     takes: frozenset[str] = frozenset()
-    """Settings that not every method takes, and this one does."""
+    """Settings that this method takes, beside those that every method takes."""
     needs: frozenset[str] = frozenset()
-    """Those of them that it cannot do without."""
+    """Settings that must be given."""
 
     def check(self, given: Speculation) -> None:
         """Raises `ConfigError` if a setting is missing, or if one has a value that this method would ignore."""
@@ -124,6 +124,13 @@ class Speculation:
                 f"expected prompt_lookup_min of at most prompt_lookup_max {self.prompt_lookup_max}, got "
                 f"{self.prompt_lookup_min}; lower it"
             )
+
+    @property
+    def network(self) -> str:
+        """`model`, for a method that needs one. Raises `ConfigError` if it is not given."""
+        if self.model is None:
+            raise ConfigError(f"expected model in speculative_config with the method {self.method}, got none; give it")
+        return self.model
 
     def __str__(self) -> str:
         branches = f" in each of {self.num_branches} branches" if self.num_branches > 1 else ""

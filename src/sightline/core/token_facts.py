@@ -41,7 +41,7 @@ class WorkColumns(Protocol):
 
 
 class TokenFacts(NamedTuple):
-    """What follows from the rows for their tokens, row after row."""
+    """Facts about tokens that follow from their rows, row after row."""
 
     tokens: Sequence[int]
     positions: Sequence[int]

@@ -101,7 +101,7 @@ class BorrowedAttention:
     queries: Projection
     output: Projection
     norm: RmsNorm
-    """Of queries, before the rotation."""
+    """Normalises queries before they are rotated."""
 
     @property
     def turns(self) -> bool:

@@ -41,7 +41,7 @@ from sightline.models.weights import WeightReader
 LAYER_PREFIXES = ("midlayer", "layers.0")
 """The names of the layer: in checkpoints of the original format, and of speculators."""
 OUTER_PREFIXES = ("", "model.")
-"""What may stand before every name."""
+"""Prefixes that every name may have."""
 
 NEVER = -1e30
 """The logit of a token that is never drawn. Finite, as logits must be."""

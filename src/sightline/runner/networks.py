@@ -92,7 +92,7 @@ class DraftRuntime:
 
     loaded: LoadedDraft
     networks: tuple[NetworkRuntime, ...]
-    """Those of `loaded`, in the same order."""
+    """One for each model of `loaded`, in the same order."""
     operations: Operations
 
     def fuse(self, states: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class CorpusIndex:
         self._sizes: deque[int] = deque()
         """Entries of each text in the buffer, with its end mark."""
         self.num_tokens = 0
-        """What the texts count for."""
+        """The tokens that the texts count for."""
         self._resize(_SMALLEST)
 
     @property
@@ -72,8 +72,8 @@ class CorpusIndex:
         return dropped
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What followed the longest run that `tokens` end with, where it was seen last: at most `most` tokens, none if
-        there is no such run."""
+        """Finds the longest run that `tokens` end with, and returns up to `most` tokens that followed it where it was
+        seen last; none if there is no such run."""
         ending = list(tokens[-self._longest :])
         hashed, shift, found = 0, self._shift, 0
         for length, factor in enumerate(self._factors[: len(ending)], 1):
@@ -135,7 +135,7 @@ class Corpora:
         self._max_tokens, self._longest, self._shortest = max_tokens, longest, shortest
         self._by_caller: dict[str, CorpusIndex] = {}
         self.num_tokens = 0
-        """What all texts count for."""
+        """The tokens that the texts of all callers count for."""
 
     @property
     def num_bytes(self) -> int:

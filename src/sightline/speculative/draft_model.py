@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from sightline.core import speculation
 from sightline.core.batch import RowWork
 from sightline.core.errors import ConfigError
@@ -23,7 +21,13 @@ from sightline.models.registry import define_model
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_behind, read_columns
+from sightline.speculative.network_steps import (
+    DraftedRow,
+    NetworkSteps,
+    choosing,
+    drafts_in_order,
+    longest_first,
+)
 
 
 class ModelDrafter(Drafter):
@@ -34,12 +38,11 @@ class ModelDrafter(Drafter):
         [network] = draft.networks
         self._steps = NetworkSteps(network)
         self._fed: dict[SequenceState, tuple[int, ...]] = {}
-        """The tokens that the last draft of a sequence computed entries for, behind those that are known to be right.
-        Those of guesses may be wrong."""
+        """By sequence: the tokens that its last draft computed entries for, behind the entries that are known to be
+        right. The guesses among them may be wrong."""
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        # The longest drafts first, so that the rows of every step are the first ones of the step before.
-        order = sorted(range(len(rooms)), key=lambda index: -rooms[index].most)
+        order = longest_first(rooms, range(len(rooms)))
         sequences = [rooms[index].sequence for index in order]
         rows = [each.held_row for each in sequences]
         lengths = [self._steps.length(row) for row in rows]
@@ -47,20 +50,16 @@ class ModelDrafter(Drafter):
         for sequence, row, length in zip(sequences, rows, lengths, strict=True):
             self._steps.discard(row)
             work.append(RowWork(row, sequence.tokens[length:], length, num_logits=1))
-        first = self._draft.choose(self._steps.run(work).logits, drawn_behind(sequences, 0))
-
-        def choose(logits: Tensor, step: int) -> Tensor:
-            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], 1 + step))
-
+        first = choosing(self._draft, sequences, 0)(self._steps.run(work).logits, 0)
         drafted = [
             DraftedRow(row, len(sequence.tokens), rooms[index].most - 1)
             for row, sequence, index in zip(rows, sequences, order, strict=True)
         ]
-        columns = [first, *self._steps.roll_out(drafted, first, None, choose)]
-        drafts = [Draft()] * len(rooms)
-        for index, length, tokens in zip(order, lengths, read_columns(columns), strict=True):
-            self._fed[rooms[index].sequence] = (*rooms[index].sequence.tokens[length:], *tokens[:-1])
-            drafts[index] = Draft(tuple(tokens))
+        columns = [first, *self._steps.roll_out(drafted, first, None, choosing(self._draft, sequences, 1))]
+        drafts = drafts_in_order(columns, order, len(rooms))
+        for index, length in zip(order, lengths, strict=True):
+            sequence = rooms[index].sequence
+            self._fed[sequence] = (*sequence.tokens[length:], *drafts[index].tokens[:-1])
         return drafts
 
     def observe(self, step: ObservedStep) -> None:
@@ -72,7 +71,7 @@ class ModelDrafter(Drafter):
             length += num_right
             self._steps.commit(row.table_row, length)
             self._steps.discard(row.table_row)
-            # One that is missing is fed with the next draft.
+            # A single missing token is fed with the next draft.
             if len(known) > num_right + 1:
                 work.append(RowWork(row.table_row, known[num_right:], length, num_logits=0))
         if work:
@@ -97,12 +96,11 @@ def _make(context: DrafterContext) -> Drafter:
 
 
 def _networks(config: Speculation, target: DraftTarget) -> DraftSource:
-    assert config.model is not None, "the method needs it"
-    checkpoint = open_checkpoint(config.model, target.ledger)
+    checkpoint = open_checkpoint(config.network, target.ledger)
     definition = define_model(checkpoint.config, target.ledger)
     if definition.vocab_size != target.definition.vocab_size:
         raise ConfigError(
-            f"expected a drafter with the {target.definition.vocab_size:,} tokens of the model, got {config.model} "
+            f"expected a drafter with the {target.definition.vocab_size:,} tokens of the model, got {config.network} "
             f"with {definition.vocab_size:,}; choose a smaller model of the same family"
         )
     return DraftSource(DraftModel(definition), checkpoint)

@@ -1,4 +1,4 @@
-"""What a drafter is: it guesses for all sequences of an engine, and sees every step that the engine commits."""
+"""The contract for drafters: one guesses for all sequences of an engine, and sees every step before it is committed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sightline.scheduler.trees import merged
 
 
 class ObservedRow(NamedTuple):
-    """A row of a step, and what of it is kept."""
+    """A row of a step, with the part of it that is kept."""
 
     row: ScheduledRow
     result: RowResult
@@ -30,13 +30,14 @@ class ObservedRow(NamedTuple):
     """Where its tokens begin in the step."""
 
     def kept(self, states: Tensor) -> Tensor:
-        """Of the states of a step's tokens, those of this row's tokens that are kept, in the order of the sequence."""
+        """The rows of a step's states that belong to this row's kept tokens, in the order of the sequence."""
         if self.result.path is None:
             return states[self.start : self.start + self.result.seq_len - self.row.context_len]
         return states[[self.start, *(self.start + 1 + guess for guess in self.result.path)]]
 
     def known_from(self, place: int) -> list[int]:
-        """The sequence's tokens from a place before the row's end on, with those that the step settled."""
+        """The sequence's tokens from a place on, with those that the step settled. The place must be before the row's
+        end."""
         tokens, settled = self.row.sequence.tokens, self.result.tokens
         if not settled:
             return tokens[place:]
@@ -51,15 +52,22 @@ class ObservedStep(NamedTuple):
     states: Tensor | None
     """[num_tokens, width]: the states that the target gives for the step's tokens; None if it gives none."""
 
+    @property
+    def given_states(self) -> Tensor:
+        """`states` of a target that gives some. Raises `ValueError` if it does not."""
+        if self.states is None:
+            raise ValueError("expected the states of the model, got none; name the taps in the drafter's kind")
+        return self.states
+
 
 class Drafter(ABC):
     """Guesses the next tokens of sequences. A wrong guess costs time and nothing else."""
 
     @abstractmethod
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """A draft for each room, of at most `most` tokens; an empty one if it has no guess.
+        """Returns a draft for each room, of at most `most` tokens; an empty one if there is no guess.
 
-        A tree, which is only asked for with several `num_branches`, has at most `longest` on each path.
+        A draft may be a tree if `num_branches` is above 1. It then has at most `longest` tokens on each path.
         """
 
     @abstractmethod
@@ -73,7 +81,7 @@ class Drafter(ABC):
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is made from."""
+    """What a drafter is built from."""
 
     speculation: Speculation
     device: DeviceKind
@@ -108,7 +116,7 @@ class DrafterKind:
     """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
     make: Callable[[DrafterContext], Drafter]
     taps: Taps = NO_TAPS
-    """The states of the target that it observes, if it has no networks: they say themselves what they take."""
+    """The states of the target that it observes. Only for a kind without networks: those declare their own taps."""
     networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
     """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
     the target."""
@@ -138,7 +146,7 @@ class DrafterOfTexts(Drafter):
     """Guesses for each sequence with a `TextDrafter` of its own."""
 
     def __init__(self, make: MakeTextDrafter, num_branches: int = 1) -> None:
-        """With several branches it guesses so many continuations of a sequence at once, as a tree."""
+        """`num_branches` is the number of continuations that are guessed at once. Several form a tree."""
         self._make = make
         self._num_branches = num_branches
         self._by_sequence: dict[SequenceState, TextDrafter] = {}
@@ -160,7 +168,7 @@ class DrafterOfTexts(Drafter):
         return found
 
     def observe(self, step: ObservedStep) -> None:
-        """Needs nothing of a step: a sequence's tokens come with the next call."""
+        """Does nothing: the next call of `propose` has the sequence's tokens."""
 
     def forget(self, sequence: SequenceState) -> None:
         self._by_sequence.pop(sequence, None)

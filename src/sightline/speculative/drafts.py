@@ -1,5 +1,5 @@
 """How many tokens are guessed for each sequence: 1, 3, 7 and so on while they are right, and none where guesses fail.
-A tree has so many on each of its paths.
+In a tree, this is the length of each path.
 
 A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
 the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
@@ -55,9 +55,9 @@ class AdaptiveDrafts:
     ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
-        shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
-        drafts may be trees, of so many times the tokens.
+        If the drafter fails, the ledger is told and nothing is guessed any more. `patience` is the number of drafts in
+        a row that may have no right token before a sequence rests; if it is above 0, drafts do not shrink. With several
+        branches, drafts may be trees with up to `most` tokens for each branch.
         """
         self.max_step_tokens = max_step_tokens
         self.num_branches = num_branches
@@ -88,7 +88,7 @@ class AdaptiveDrafts:
         return drafts
 
     def limit(self, sequence: SequenceState) -> int:
-        """Tokens that may be guessed for a sequence now; of a tree, on each path."""
+        """The number of tokens that may be guessed for a sequence now; in a tree, on each path."""
         state = self._drafting.get(sequence)
         if state is None:
             state = self._drafting[sequence] = _Drafting(self._most if self._patience else 1)

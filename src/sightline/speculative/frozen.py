@@ -24,7 +24,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_behind, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, choosing, drafts_in_order, longest_first
 
 
 class _Seen(NamedTuple):
@@ -49,12 +49,10 @@ class FrozenDrafter(Drafter):
         return FrozenDrafter(context.networks)
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        # The longest drafts first, so that the rows of every step are the first ones of the step before.
         seen = [index for index, each in enumerate(rooms) if self._is_seen(each.sequence)]
-        order = sorted(seen, key=lambda index: -rooms[index].most)
-        drafts = [Draft()] * len(rooms)
-        if not order:
-            return drafts
+        if not seen:
+            return [Draft()] * len(rooms)
+        order = longest_first(rooms, seen)
         sequences = [rooms[index].sequence for index in order]
         states = torch.cat([self._seen[each].state for each in sequences])
         known = states.new_tensor([each.tokens[-1] for each in sequences], dtype=torch.int64)
@@ -62,27 +60,19 @@ class FrozenDrafter(Drafter):
             DraftedRow(each.held_row, len(each.tokens) - 1, rooms[index].most, CONTEXT)
             for each, index in zip(sequences, order, strict=True)
         ]
-
-        def choose(logits: Tensor, step: int) -> Tensor:
-            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], step))
-
-        columns = self._steps.roll_out(drafted, known, states, choose)
-        for index, tokens in zip(order, read_columns(columns), strict=True):
-            drafts[index] = Draft(tuple(tokens))
-        return drafts
+        columns = self._steps.roll_out(drafted, known, states, choosing(self._draft, sequences, 0))
+        return drafts_in_order(columns, order, len(rooms))
 
     def _is_seen(self, sequence: SequenceState) -> bool:
-        """True if the state of the last computed token is there. It is not after a row was given back."""
+        """True if the state of the last computed token is kept. It is not after a retraction."""
         seen = self._seen.get(sequence)
         return seen is not None and seen.num_computed == len(sequence.tokens) - 1
 
     def observe(self, step: ObservedStep) -> None:
-        if step.states is None:
-            raise ValueError("expected the states of the model, got none; its taps must be those of the drafter")
         for each in step.rows:
             row, result = each.row, each.result
             if result.tokens:
-                state = self._draft.fuse(each.kept(step.states)[-1:])
+                state = self._draft.fuse(each.kept(step.given_states)[-1:])
                 self._seen[row.sequence] = _Seen(state, result.seq_len)
 
     def forget(self, sequence: SequenceState) -> None:
@@ -90,8 +80,7 @@ class FrozenDrafter(Drafter):
 
 
 def _assistant(config: Speculation, target: DraftTarget) -> DraftSource:
-    assert config.model is not None, "the method needs it"
-    checkpoint = open_checkpoint(config.model, target.ledger)
+    checkpoint = open_checkpoint(config.network, target.ledger)
     assistant = define_assistant(checkpoint.config, target.definition, target.ledger)
     return DraftSource(AssistantDraft(assistant), checkpoint)
 

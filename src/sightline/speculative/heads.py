@@ -40,7 +40,14 @@ from sightline.speculative.drafter import (
     ObservedRow,
     ObservedStep,
 )
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_at, drawn_behind, read_columns
+from sightline.speculative.network_steps import (
+    DraftedRow,
+    NetworkSteps,
+    choosing,
+    drafts_in_order,
+    drawn_at,
+    longest_first,
+)
 
 
 class _Ahead(NamedTuple):
@@ -121,15 +128,14 @@ class HeadDrafter(Drafter):
         return HeadDrafter(context.networks)
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        # The longest drafts first, so that the rows of every step are the first ones of the step before.
         guessed = [index for index, each in enumerate(rooms) if each.sequence in self._ahead]
-        order = sorted(guessed, key=lambda index: -rooms[index].most)
-        drafts = [Draft()] * len(rooms)
-        if not order:
-            return drafts
+        if not guessed:
+            return [Draft()] * len(rooms)
+        order = longest_first(rooms, guessed)
+        sequences = [rooms[index].sequence for index in order]
         most = [rooms[index].most for index in order]
-        rows = [rooms[index].sequence.held_row for index in order]
-        ahead = [self._ahead[rooms[index].sequence] for index in order]
+        rows = [each.held_row for each in sequences]
+        ahead = [self._ahead[each] for each in sequences]
         columns = [
             torch.cat([each.tokens[depth] for each, many in zip(ahead, most, strict=True) if many > depth])
             for depth in range(min(len(self._depths), most[0]))
@@ -143,27 +149,18 @@ class HeadDrafter(Drafter):
             if many > num_depths
         ]
         states = torch.cat([each.state for each in ahead[: len(drafted)] or ahead[:1]])
-        sequences = [rooms[index].sequence for index in order]
-
-        def choose(logits: Tensor, step: int) -> Tensor:
-            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], num_depths + step))
-
-        columns += last.roll_out(drafted, columns[-1], states, choose)
-        for index, tokens in zip(order, read_columns(columns), strict=True):
-            drafts[index] = Draft(tuple(tokens))
-        return drafts
+        columns += last.roll_out(drafted, columns[-1], states, choosing(self._draft, sequences, num_depths))
+        return drafts_in_order(columns, order, len(rooms))
 
     def observe(self, step: ObservedStep) -> None:
-        if step.states is None:
-            raise ValueError("expected the states of the model, got none; its taps must be those of the drafter")
-        states = self._draft.fuse(step.states)
+        states = self._draft.fuse(step.given_states)
         rows = [self._observed(each, states) for each in step.rows if self._follows(each)]
         for depth, steps in enumerate(self._depths, 1):
             rows = self._compute(depth, steps, rows)
 
     def _follows(self, each: ObservedRow) -> bool:
-        """True if the first depth has all entries before the row's. Where it has not, nothing can be guessed: the
-        states are gone."""
+        """True if the first depth has all entries before the row's. If it has not, it cannot guess: the states that
+        it would need are gone."""
         self._ahead.pop(each.row.sequence, None)
         for steps in self._depths:
             steps.discard(each.row.table_row)
@@ -230,14 +227,13 @@ class HeadDrafter(Drafter):
 
 
 def _eagle3(config: Speculation, target: DraftTarget) -> DraftSource:
-    assert config.model is not None, "the method needs it"
-    checkpoint = open_checkpoint(config.model, target.ledger)
+    checkpoint = open_checkpoint(config.network, target.ledger)
     head = define_eagle3(checkpoint.config, target.definition, target.ledger)
     return DraftSource(Eagle3Draft(head), checkpoint)
 
 
 def _mtp(config: Speculation, target: DraftTarget) -> DraftSource:
-    """All modules of the model, as far as so many tokens are guessed. The last one guesses any further tokens."""
+    """The modules of the model, at most one for each guessed token. The last one guesses any further tokens."""
     count = min(max(1, len(target.definition.predictors)), config.num_speculative_tokens)
     return DraftSource(define_mtp(target.definition, target.checkpoint, count), target.checkpoint)
 

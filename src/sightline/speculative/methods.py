@@ -15,7 +15,7 @@ from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.extensions import Extension, extensions
 from sightline.core.ledger import Ledger
-from sightline.core.speculation import ENTRY_POINT_GROUP, method_names, read_speculation
+from sightline.core.speculation import ENTRY_POINT_GROUP, Speculation, method_names, read_speculation
 from sightline.models.contract import NO_TAPS, Taps
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
@@ -31,7 +31,8 @@ BUILT_IN: Mapping[str, DrafterKind] = MappingProxyType(
     {each.method.name: each for each in (NGRAM, DRAFT_MODEL, EAGLE3, MTP, FROZEN_KV_MTP)}
 )
 MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
-"""Up to so many tokens a step mostly reads weights, so that guesses cost little; beyond, each costs its own time."""
+"""Steps of at most this many tokens are bound by reading weights, so guesses cost little; in larger ones each costs
+its own time."""
 PATIENCE: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 0, DeviceKind.CUDA: 2})
 """Drafts of a sequence in a row that may fail before it rests. On a CPU every guess costs time."""
 
@@ -46,6 +47,13 @@ def find(name: str) -> DrafterKind:
     if name not in brought:
         raise ConfigError(f"expected a speculative method out of {', '.join(method_names())}, got {name!r}")
     return _load(brought[name])
+
+
+def _find_checked(speculation: Speculation) -> DrafterKind:
+    """The kind of drafter that is asked for. Raises `ConfigError` if it cannot use the settings."""
+    kind = find(speculation.method)
+    kind.method.check(speculation)
+    return kind
 
 
 def _load(extension: Extension) -> DrafterKind:
@@ -68,10 +76,10 @@ def drafter_needs(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) 
     speculation = read_speculation(config.speculative_config)
     if speculation is None:
         return DraftNeeds()
-    kind = find(speculation.method)
+    kind = _find_checked(speculation)
     if kind.networks is None:
         return DraftNeeds(kind.taps)
-    # What the definition ignores is told when the model is built.
+    # The ledger is told what the definition ignores when the model is built.
     target = DraftTarget(checkpoint, define_model(checkpoint.config, Ledger()), ledger)
     source = kind.networks(speculation, target)
     return DraftNeeds(source.definition.taps, source)
@@ -80,8 +88,7 @@ def drafter_needs(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) 
 def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
     """The drafts of all sequences of an engine. The ledger says if fewer tokens are guessed than asked for."""
     config = context.speculation
-    kind = find(config.method)
-    kind.method.check(config)
+    kind = _find_checked(config)
     most, max_step_tokens = config.num_speculative_tokens, MAX_STEP_TOKENS[context.device]
     if most >= max_step_tokens:
         context.ledger.degrade(

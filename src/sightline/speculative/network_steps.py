@@ -6,7 +6,7 @@ overwritten otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.core.batch import CAUSAL, CONTEXT, RowMask, RowWork, StepWork
-from sightline.runner.networks import NetworkRuntime
+from sightline.runner.networks import DraftRuntime, NetworkRuntime
 from sightline.runner.sampling.sampler import RowSampling
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 
 
 class NetworkOutputs(NamedTuple):
@@ -62,9 +62,17 @@ def drawn_at(sequence: SequenceState, place: int) -> RowSampling | None:
     return None if sequence.drawing is None else RowSampling(sequence.drawing, place)
 
 
-def drawn_behind(sequences: Sequence[SequenceState], ahead: int) -> list[RowSampling | None]:
-    """How the token of each sequence is drawn that is `ahead` places behind the first that it has not."""
-    return [drawn_at(each, each.num_generated + ahead) for each in sequences]
+def choosing(draft: DraftRuntime, sequences: Sequence[SequenceState], ahead: int) -> Choose:
+    """Chooses the tokens of each step for the first of `sequences`, as many as the step has rows.
+
+    The first step chooses the token that is `ahead` places behind a sequence's next token.
+    """
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        rows = sequences[: logits.shape[0]]
+        return draft.choose(logits, [drawn_at(each, each.num_generated + ahead + step) for each in rows])
+
+    return choose
 
 
 class NetworkSteps:
@@ -173,8 +181,25 @@ def _steps(work: Sequence[RowWork], most: int) -> Iterator[list[RowWork]]:
     yield step
 
 
-def read_columns(columns: Sequence[Tensor]) -> list[list[int]]:
-    """The tokens of each row, of which each column has one, if it has not ended. Waits for the device."""
+def longest_first(rooms: Sequence[DraftRoom], indices: Iterable[int]) -> list[int]:
+    """The indices by the number of tokens that their rooms have, so that the rows of each step are the first rows of
+    the step before."""
+    return sorted(indices, key=lambda index: -rooms[index].most)
+
+
+def drafts_in_order(columns: Sequence[Tensor], order: Sequence[int], count: int) -> list[Draft]:
+    """A draft for each of `count` rooms: `columns` has those of the rooms in `order`, the others get an empty one.
+
+    Waits for the device.
+    """
+    drafts = [Draft()] * count
+    for index, tokens in zip(order, _read_columns(columns), strict=True):
+        drafts[index] = Draft(tuple(tokens))
+    return drafts
+
+
+def _read_columns(columns: Sequence[Tensor]) -> list[list[int]]:
+    """The tokens of each row. A column has one token for each row that has not ended before it."""
     lens, tokens = [len(each) for each in columns], torch.cat(list(columns)).tolist()
     starts = [0, *accumulate(lens)]
     return [

@@ -40,10 +40,10 @@ class NgramDrafter(TextDrafter):
         self._lengths = tuple(range(longest, shortest - 1, -1))
         self._num_branches = num_branches
         self._after: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Where the tokens behind the latest runs of these tokens are, the latest first; they are different tokens. Of
-        a run at the very end nothing follows yet."""
+        """By run: the places of the tokens that followed it, the latest first. They are different tokens. A run at the
+        very end is not in it: nothing follows yet."""
         self._num_indexed = 0
-        """Tokens whose runs are in the index: all but the last ones."""
+        """Tokens whose runs are in the index: all but the last one."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         found = self.propose_several(tokens, most, 1)

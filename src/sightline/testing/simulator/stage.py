@@ -113,5 +113,5 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
 
 
 def _truth(sequence: SequenceState, count: int) -> list[int]:
-    """What a sequence generates if it takes the likeliest tokens. None of a prompt that ends the request."""
+    """The next tokens of a sequence that takes the likeliest ones; none if its prompt ends the request."""
     return likeliest(sequence.tokens, count)

@@ -1,0 +1,24 @@
+"""Models that several tests of engines ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.tiny_models import make_model
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Finds the checkpoint of a family's tiny model. It is saved once."""
+    made: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_model(family).save_pretrained(made[family])
+        return made[family]
+
+    return find
