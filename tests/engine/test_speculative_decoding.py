@@ -110,7 +110,7 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
     drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger()))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger(), vocab_size=VOCAB))
 
 
 @pytest.mark.parametrize(

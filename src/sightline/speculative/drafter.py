@@ -57,7 +57,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """A draft for each room, of at most `most` tokens; an empty one if it has no guess.
+        """A draft for each room, of at most `most` tokens; an empty one if it has no guess. Must not change a room.
 
         A tree, which is only asked for with several `num_branches`, has at most `longest` on each path.
         """
@@ -78,6 +78,8 @@ class DrafterContext:
     speculation: Speculation
     device: DeviceKind
     ledger: Ledger
+    vocab_size: int
+    """The tokens of the model: guesses are below it."""
     draft: DraftRuntime | None = None
     """The drafter's own networks; None, or without any, if its kind has none."""
 

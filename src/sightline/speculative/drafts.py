@@ -50,12 +50,13 @@ class AdaptiveDrafts:
         max_step_tokens: int,
         ledger: Ledger,
         *,
+        vocab_size: int,
         patience: int = 0,
         num_branches: int = 1,
     ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
+        Guesses must be tokens below `vocab_size`. The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
         shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
         drafts may be trees, of so many times the tokens.
         """
@@ -64,6 +65,7 @@ class AdaptiveDrafts:
         self._drafter = drafter
         self._most = most
         self._ledger = ledger
+        self._vocab_size = vocab_size
         self._patience = patience
         self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
@@ -71,21 +73,34 @@ class AdaptiveDrafts:
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         """A draft for each room. Sequences that rest, and those for which nothing is left, get none."""
         drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
-        for index, (sequence, room, _) in enumerate(rooms):
+        for index, (sequence, room_left, _) in enumerate(rooms):
             limit = self.limit(sequence)
-            count = min(room, most, limit * self.num_branches)
+            count = min(room_left, most, limit * self.num_branches)
             if count > 0:
                 asked[index] = DraftRoom(sequence, count, min(limit, count))
                 most -= count
         if not asked or self._has_failed:
             return drafts
         try:
-            for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
-                drafts[index] = checked_draft(draft, asked[index].most, may_branch=self.num_branches > 1)
+            for index, draft in zip(asked, self._ask(tuple(asked.values())), strict=True):
+                room = asked[index]
+                drafts[index] = checked_draft(draft, room.most, self._vocab_size, may_branch=self.num_branches > 1)
         except Exception as error:
             self._give_up(error)
             return [Draft()] * len(rooms)
         return drafts
+
+    def _ask(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        """What the drafter guesses. Tokens that it appended to a sequence's own are removed, and it fails."""
+        lengths = [len(each.sequence.tokens) for each in rooms]
+        try:
+            return self._drafter.propose(rooms)
+        finally:
+            longer = [len(each.sequence.tokens) != length for each, length in zip(rooms, lengths, strict=True)]
+            if any(longer):
+                for each, length in zip(rooms, lengths, strict=True):
+                    del each.sequence.tokens[length:]
+                raise ValueError("expected a drafter that leaves a sequence's tokens alone, got one that adds some")
 
     def limit(self, sequence: SequenceState) -> int:
         """Tokens that may be guessed for a sequence now; of a tree, on each path."""
@@ -106,6 +121,8 @@ class AdaptiveDrafts:
         """A drafter that fails costs no request anything: the engine goes on without guesses."""
         if isinstance(error, DeviceFaultError | torch.AcceleratorError):
             raise error
+        if self._has_failed:
+            return
         self._has_failed = True
         logger.error("the drafter failed, and nothing is guessed any more: %s", error, exc_info=error)
         self._ledger.degrade(
@@ -132,4 +149,7 @@ class AdaptiveDrafts:
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence."""
         self._drafting.pop(sequence, None)
-        self._drafter.forget(sequence)
+        try:
+            self._drafter.forget(sequence)
+        except Exception as error:
+            self._give_up(error)
