@@ -62,7 +62,10 @@ def test_guesses_that_fail_rest_longer_and_longer_and_are_tried_again() -> None:
 
 
 def test_with_patience_drafts_stay_long_until_several_fail_in_a_row() -> None:
-    drafts, sequence = AdaptiveDrafts(DrafterOfTexts(Ready), 7, 16, Ledger(), vocab_size=VOCAB, patience=2), make_sequence("a", 8, 200)
+    drafts, sequence = (
+        AdaptiveDrafts(DrafterOfTexts(Ready), 7, 16, Ledger(), vocab_size=VOCAB, patience=2),
+        make_sequence("a", 8, 200),
+    )
     for accepted in (3, 0, 0, 1, 0, 7, 0, 0):
         assert len(guess(drafts, sequence, 99)) == 7
         drafts.observe(sequence, 7, accepted)
@@ -121,7 +124,10 @@ class Branching(Drafter):
 
 
 def test_a_tree_grows_with_its_longest_path_and_takes_the_room_of_all_its_branches() -> None:
-    drafts, sequence = AdaptiveDrafts(Branching(), 7, 16, Ledger(), vocab_size=VOCAB, num_branches=2), make_sequence("a", 8, 200)
+    drafts, sequence = (
+        AdaptiveDrafts(Branching(), 7, 16, Ledger(), vocab_size=VOCAB, num_branches=2),
+        make_sequence("a", 8, 200),
+    )
     for depth in (1, 3, 7, 7):
         [draft] = drafts.propose([DraftRoom(sequence, 99)], 99)
         assert len(draft.tokens) == 2 * depth

@@ -83,6 +83,11 @@ class DrafterContext:
     draft: DraftRuntime | None = None
     """The drafter's own networks; None, or without any, if its kind has none."""
 
+    def retire(self) -> None:
+        """Says that the drafter computes nothing any more."""
+        if self.draft is not None:
+            self.draft.retire()
+
     @property
     def networks(self) -> DraftRuntime:
         """The drafter's own networks. Raises `ValueError` if its kind has none."""

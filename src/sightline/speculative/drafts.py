@@ -12,7 +12,7 @@ there as much is guessed as may be, until several drafts in a row have failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +53,13 @@ class AdaptiveDrafts:
         vocab_size: int,
         patience: int = 0,
         num_branches: int = 1,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
         Guesses must be tokens below `vocab_size`. The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
         shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
-        drafts may be trees, of so many times the tokens.
+        drafts may be trees, of so many times the tokens. `on_failure` is called once, if the drafter fails.
         """
         self.max_step_tokens = max_step_tokens
         self.num_branches = num_branches
@@ -67,6 +68,7 @@ class AdaptiveDrafts:
         self._ledger = ledger
         self._vocab_size = vocab_size
         self._patience = patience
+        self._on_failure = on_failure
         self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
 
@@ -124,6 +126,7 @@ class AdaptiveDrafts:
         if self._has_failed:
             return
         self._has_failed = True
+        self._on_failure()
         logger.error("the drafter failed, and nothing is guessed any more: %s", error, exc_info=error)
         self._ledger.degrade(
             "speculative_config",

@@ -98,4 +98,5 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
         vocab_size=context.vocab_size,
         patience=PATIENCE[context.device],
         num_branches=config.num_branches,
+        on_failure=context.retire,
     )
