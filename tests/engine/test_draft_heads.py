@@ -270,12 +270,13 @@ def test_a_sequence_that_waits_keeps_no_more_than_its_last_states(cases: Callabl
         engine.step()
     engine.pause(asked)
     drafter = engine._drafts._drafter  # type: ignore[union-attr]
-    kept = [each.state for each in vars(drafter).get("_ahead", vars(drafter).get("_seen")).values()]
-    kept += [each.states for held in vars(drafter).get("_held", {}).values() for each in held.values()]
+    found = vars(drafter)
+    kept = [each.state for name in ("_ahead", "_seen") for each in found.get(name, {}).values()]
+    kept += [each.states for held in found.get("_held", {}).values() for each in held.values()]
     assert kept
     assert all(each.untyped_storage().nbytes() <= 4 * each.shape[-1] * each.element_size() for each in kept)
     engine.forget(asked)
-    assert not any(vars(drafter).get(each) for each in ("_ahead", "_held", "_seen"))
+    assert not any(found.get(each) for each in ("_ahead", "_held", "_seen"))
 
 
 def states_of_the_wrong_place(patch: pytest.MonkeyPatch) -> None:

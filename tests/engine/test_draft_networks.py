@@ -178,15 +178,25 @@ def test_a_draft_that_was_interrupted_counts_for_no_other_row(
         monkeypatch.setattr(engine.runtime.runner, "forward", forward)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.runtime.runner, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
+    def interrupt() -> None:
+        monkeypatch.setattr(engine.runtime.runner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+
+    interrupt()
     engine.pause(asked)
     engine.resume(asked)
     while not engine.is_finished(asked):
         engine.step()
     assert engine.pop_output(asked).outputs[0].token_ids == expected.outputs[0].token_ids
     assert share(engine) >= 0.0
+    asked = engine.submit([7] * 9, params)
+    for _ in range(3):
+        engine.step()
+    interrupt()
+    engine.forget(asked)
+    engine.step()
+    assert is_at_rest(llm), "nothing is kept of a draft whose sequence ended first"
 
 
 def test_a_drafter_with_other_tokens_is_refused(folders: Folders, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from support.scheduling import make_sequence
 
-
 VOCAB = 10_000
 
 

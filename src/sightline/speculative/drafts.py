@@ -57,9 +57,10 @@ class AdaptiveDrafts:
     ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        Guesses must be tokens below `vocab_size`. The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
-        shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
-        drafts may be trees, of so many times the tokens. `on_failure` is called once, if the drafter fails.
+        Guesses must be tokens below `vocab_size`. The ledger is told if the drafter fails, after which nothing is
+        guessed any more, and `on_failure` is called once. With `patience`, drafts do not shrink, and a sequence rests
+        only after more drafts in a row than that had no right token. With several branches drafts may be trees, of so
+        many times the tokens.
         """
         self.max_step_tokens = max_step_tokens
         self.num_branches = num_branches
