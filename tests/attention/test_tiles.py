@@ -22,11 +22,11 @@ from sightline.attention.shared.tiles import (
 )
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.table import PageTable
-from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask, RowWork, StepWork
+from sightline.core.batch import CAUSAL, CONTEXT, FULL, Batch, MaskKind, RowMask, RowWork, StepWork
 from support.fake_pages import FakePages
 
 CPU = torch.device("cpu")
-MASKS = {MaskKind.CAUSAL: CAUSAL, MaskKind.FULL: FULL}
+MASKS = {MaskKind.CAUSAL: CAUSAL, MaskKind.FULL: FULL, MaskKind.CONTEXT: CONTEXT}
 Shape = tuple[int, int, MaskKind]
 """(context_len, query_len, mask) of a row."""
 
@@ -182,7 +182,7 @@ def test_the_bias_shows_what_the_oracle_shows_and_is_left_out_only_where_all_is_
         for place, span in enumerate(tile):
             positions = batch.positions[span.first_token : span.first_token + query_len]
             seen = visible_keys(spec(window), batch.masks[span.row], span.context_len, positions)
-            expected[place, 0, :, : span.num_keys][seen[:, span.first_key :]] = 0.0
+            expected[place, 0, :, : span.num_keys][seen[:, span.first_key : span.stop_key]] = 0.0
         assert torch.equal(bias, expected)
         if not needs_bias(tile, spec(window)):
             assert expected.count_nonzero() == 0, "a mask was needed and left out"

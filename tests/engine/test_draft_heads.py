@@ -20,6 +20,8 @@ from sightline.attention.planner import PlannedBatch, Planner
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
+from sightline.core.request import EffectiveParams
+from sightline.runner.sampling.sampler import RowSampling, choose
 from sightline.scheduler.sequence import Draft, DraftRoom
 from sightline.speculative import heads, methods
 from sightline.speculative.drafter import Drafter, ObservedStep
@@ -31,10 +33,11 @@ from support.eagle3_heads import CASES, make_weights, reference, save_head
 from support.eagle3_runs import make_target
 from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
 from support.tiny_assistant import make_assistant, reference_round
-from support.tiny_models import make_model, random_prompts
+from support.tiny_models import VOCAB, make_model, random_prompts
 from support.tiny_mtp import Oracle, save_with_modules
 
 MOST = 6
+DRAWN = EffectiveParams(1.0, 1.0, 0, 0.0, 7, 64, frozenset(), skip_special_tokens=True)
 
 
 class Case(NamedTuple):
@@ -277,6 +280,20 @@ def test_a_sequence_that_waits_keeps_no_more_than_its_last_states(cases: Callabl
     assert all(each.untyped_storage().nbytes() <= 4 * each.shape[-1] * each.element_size() for each in kept)
     engine.forget(asked)
     assert not any(found.get(each) for each in ("_ahead", "_held", "_seen"))
+
+
+def test_a_head_of_few_tokens_draws_as_the_model_would_from_them(cases: Callable[[str], Case]) -> None:
+    case = cases("eagle3")
+    draft = drafting(case).engine.runtime.draft
+    logits = torch.randn(40, CASES["plain"].num_drafted, generator=torch.Generator().manual_seed(2))
+    drawn = [RowSampling(DRAWN, place) if place % 3 else None for place in range(40)]
+    wide = draft.loaded.spread(logits)
+    assert wide.shape == (40, VOCAB)
+    assert wide.isfinite().all()
+    found = draft.choose(logits, drawn)
+    expected = choose(wide, [each or RowSampling(replace(DRAWN, temperature=0.0), 0) for each in drawn]).tokens
+    assert torch.equal(found, expected)
+    assert len(set(found.tolist())) > 10
 
 
 def states_of_the_wrong_place(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from sightline.core.errors import ConfigError
 from sightline.engine.engine import Engine
 from sightline.speculative.drafts import AdaptiveDrafts
 from support.engines import is_at_rest
-from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, ask, tiny, tokens_of
+from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, SAMPLED, ask, tiny, tokens_of
 from support.tiny_models import make_model, random_prompts
 
 Folders = Callable[[str], Path]
@@ -79,6 +79,15 @@ def test_a_drafter_that_is_the_model_itself_is_always_right(folders: Folders, fa
     assert tokens_of(again) == tokens_of(expected)
     assert min(each.num_cached_tokens for each in again[1:2]) > 0, "its entries are shared with the model's"
     assert share(llm.engine) > 0.99, "also behind a prefix that was found"
+
+
+def test_guesses_for_sampled_answers_are_drawn_with_the_same_noise(folders: Folders) -> None:
+    """A drafter that is the model itself draws what the model draws, at any temperature."""
+    for params in (SAMPLED, replace(SAMPLED, temperature=0.7, top_p=0.9), replace(SAMPLED, top_k=20, min_p=0.02, n=2)):
+        expected = ask(tiny(folders("llama")), params, PROMPTS[:2])
+        llm = drafted(folders("llama"), folders("llama"))
+        assert tokens_of(ask(llm, params, PROMPTS[:2])) == tokens_of(expected)
+        assert share(llm.engine) > 0.99
 
 
 @pytest.mark.parametrize(

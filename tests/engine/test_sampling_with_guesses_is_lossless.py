@@ -82,7 +82,7 @@ def lives(kind: Kind) -> list[LiveSequence]:
         tokenizer=None,
         seed=0,
     )
-    found: list[LiveSequence] = []
+    found = list[LiveSequence]()
     # Of its own for each kind: with equal seeds all kinds would sample the same tokens.
     first = KINDS.index(kind) * NUM_ROWS
     for seed in range(first, first + NUM_ROWS):

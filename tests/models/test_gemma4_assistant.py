@@ -29,7 +29,8 @@ from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.attention_cases import BACKENDS
 from support.tiny_assistant import AssistantStep, make_assistant, reference_round, target_outputs
-from support.tiny_models import make_model, random_prompts, relative_error
+from support.tiny_gemma4 import GEMMA4
+from support.tiny_models import _common, make_model, random_prompts, relative_error, with_weights
 
 TOLERANCE = 1e-4
 VISIBLE = 100 * TOLERANCE
@@ -79,13 +80,23 @@ class Pair:
         return runtime
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+ORDERED = "gemma4 whose assistant has clusters of tokens"
+LARGE: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+"""The large target has one key head in layers with full attention."""
+
+
+def make_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    if name != ORDERED:
+        target = make_model(name)
+        return target, make_assistant(target, **LARGE if name == "gemma4_large" else {})
+    target = with_weights(GEMMA4["gemma4"](_common() | {"vocab_size": 104}).eval())
+    return target, make_assistant(target, clusters=(13, 4))
+
+
+@pytest.fixture(scope="module", params=[*TARGETS, ORDERED])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     target_folder, folder = (tmp_path_factory.mktemp(name) for name in ("target", "assistant"))
-    target = make_model(request.param)
-    # The large target has one key head in layers with full attention.
-    options = {"attention_k_eq_v": True, "num_global_key_value_heads": 1} if request.param == "gemma4_large" else {}
-    assistant = make_assistant(target, **options)
+    target, assistant = make_pair(request.param)
     target.save_pretrained(target_folder)
     assistant.save_pretrained(folder)
     return Pair(target, assistant, target_folder, folder)
@@ -159,7 +170,8 @@ def test_the_targets_state_is_the_one_that_transformers_gives_to_its_assistant(p
 def test_a_round_writes_nothing_and_leaves_the_rows_as_they_were(pair: Pair) -> None:
     rounds = Rounds(pair.runtime(pair.definition(Ledger())), CONTEXTS)
     runtime = rounds.runtime
-    assert rounds.network.cache is runtime.store.main
+    assert rounds.network.cache.lengths is runtime.store.lengths
+    assert set(rounds.network.cache.pools) <= set(runtime.store.main.pools)
     assert len(runtime.store.networks) == 1, "an assistant has no cache"
     before, pages = bits(runtime), runtime.store.num_free_pages
     first = rounds.run(DRAFTED)
@@ -209,9 +221,9 @@ def with_text(config: dict[str, Any], **fields: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda config: config | {"use_ordered_embeddings": True}, "use_ordered_embeddings = True"),
+        (lambda config: config | {"use_ordered_embeddings": True, "num_centroids": 7}, "num_centroids that divides 10"),
         (lambda config: config | {"backbone_hidden_size": 47}, "use the assistant of this model"),
-        (lambda config: with_text(config, vocab_size=102), "use the assistant of this model"),
+        (lambda config: with_text(config, vocab_size=117), "use the assistant of this model"),
         (lambda config: with_text(config, num_kv_shared_layers=2), "all 3 layers to share"),
         (lambda config: with_text(config, enable_moe_block=True), "enable_moe_block = True"),
         (

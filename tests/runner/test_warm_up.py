@@ -134,10 +134,10 @@ def test_a_step_that_cannot_run_is_refused_at_start_with_its_kind_and_the_memory
 ) -> None:
     forward = Runner.forward
 
-    def failing(self: Runner, planned: PlannedBatch) -> Tensor:
+    def failing(self: Runner, planned: PlannedBatch, states: Tensor | None = None) -> Tensor:
         if planned.batch.num_tokens == 32:
             raise RuntimeError("out of memory")
-        return forward(self, planned)
+        return forward(self, planned, states)
 
     monkeypatch.setattr(Runner, "forward", failing)
     with pytest.raises(ConfigError, match=r"step of 1 row, 32 new tokens that can run, got: out of memory;.*GiB free"):

@@ -29,7 +29,7 @@ from sightline.kernels.triton.experts import (
     gate_up_product,
 )
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ScoreRule
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, CONTEXT_ROWS, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.greedy import best_tokens
@@ -134,7 +134,8 @@ def compile_extend() -> None:
     plane, pages = meta(SLOTS, 8, 128), meta(3, SLOTS // PAGE_SIZE, dtype=INT64)
     write_keys_values(meta(64, 8, 128), meta(64, 8, 128), plane, plane, meta(64, dtype=INT64))
     q, out = meta(64, 32, 128), meta(64, 32, 128)
-    extend_paged(q, plane, plane, pages, PAGE_SIZE, tiles, out, rule=rule, masks=CAUSAL_ROWS, config=config)
+    for masks in (CAUSAL_ROWS, CONTEXT_ROWS):
+        extend_paged(q, plane, plane, pages, PAGE_SIZE, tiles, out, rule=rule, masks=masks, config=config)
     config = choose_config(BF16, 192, 128, 1, 64, shared_bytes=CHIP["shared_bytes"])
     write_latents(meta(64, 512), meta(64, 64), meta(SLOTS, 576), meta(64, dtype=INT64))
     q, k, out, lse = meta(64, 16, 192), meta(64, 16, 192), meta(64, 16, 128), meta(64, 16, dtype=torch.float32)

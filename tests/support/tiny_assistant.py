@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from support.tiny_models import VOCAB, scale_weights
+from support.tiny_models import scale_weights
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def make_assistant(target: PreTrainedModel, **options: object) -> PreTrainedModel:
-    """An assistant of three layers for the target, with weights of a scale at which every feature matters."""
+def make_assistant(
+    target: PreTrainedModel, *, clusters: tuple[int, int] | None = None, **options: object
+) -> PreTrainedModel:
+    """An assistant of three layers for the target, with weights of a scale at which every feature matters.
+
+    `clusters` are the number of clusters of tokens and of those that are chosen; None if there are none.
+    """
     theirs = target.config
     sizes = {
-        "vocab_size": VOCAB,
+        "vocab_size": theirs.vocab_size,
         "hidden_size": 32,
         "intermediate_size": 40,
         "num_hidden_layers": 3,
@@ -37,14 +42,24 @@ def make_assistant(target: PreTrainedModel, **options: object) -> PreTrainedMode
         "pad_token_id": 0,
     }
     text = Gemma4TextConfig(**sizes | options, attn_implementation="eager")
+    ordered: dict[str, object] = {}
+    if clusters is not None:
+        ordered = {
+            "use_ordered_embeddings": True,
+            "num_centroids": clusters[0],
+            "centroid_intermediate_top_k": clusters[1],
+        }
     config = Gemma4AssistantConfig(
-        text_config=text, backbone_hidden_size=theirs.hidden_size, attn_implementation="eager"
+        text_config=text, backbone_hidden_size=theirs.hidden_size, attn_implementation="eager", **ordered
     )
     torch.manual_seed(13)
     model = Gemma4AssistantForCausalLM(config).eval()
     scale_weights(model, seed=17)
     for index, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.7 + 0.2 * index)
+    if model.masked_embedding is not None:
+        order = torch.randperm(theirs.vocab_size, generator=torch.Generator().manual_seed(19))
+        model.masked_embedding.token_ordering.copy_(order)
     return model
 
 

@@ -12,6 +12,7 @@ from sightline.attention.contract import (
     CachePolicy,
     Lse,
     SoftmaxInputs,
+    SoftmaxQueries,
     StepLimits,
     StepView,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "MaskKind",
     "PlanBuffers",
     "SoftmaxInputs",
+    "SoftmaxQueries",
     "SoftmaxSpec",
     "SpecKind",
     "StepLimits",

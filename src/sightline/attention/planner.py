@@ -239,12 +239,13 @@ class Planner:
         started = time.perf_counter()
         if self._paranoid:
             check_contents(batch, self._pools)
+        steps = self._views(batch, needs, lane)
         with stream.enter():
             memory.mark.wait()
-            plans, records = self._plan_groups(batch, needs, lane, memory)
+            plans, records = self._plan_groups(steps, needs, memory)
             if memory.has_overflowed:
                 # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
-                plans, records = self._plan_groups(batch, needs, lane, memory)
+                plans, records = self._plan_groups(steps, needs, memory)
             memory.mark.record()
         memory.require_pinned()
         certificate = Certificate(
@@ -264,16 +265,22 @@ class Planner:
         self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
 
+    def _views(self, batch: Batch, asked: frozenset[Feature], lane: Lane) -> tuple[StepView, ...]:
+        """The step as each group's backends see it."""
+        needs = asked | mask_features(batch)
+        groups = [binding.group for binding in self._bindings]
+        return tuple([StepView(batch, policy_of(group, batch), lane, needs | group.needs) for group in groups])
+
     def _plan_groups(
-        self, batch: Batch, asked: frozenset[Feature], lane: Lane, memory: PlanMemory
+        self, steps: Sequence[StepView], asked: frozenset[Feature], memory: PlanMemory
     ) -> tuple[tuple[GroupPlan, ...], tuple[PartRecord, ...]]:
         """The plan of every group, and what each part was planned with. `asked` excludes what masks need."""
         memory.begin()
         records: list[PartRecord] = []
-        needs, plans = asked | mask_features(batch), []
-        for group, binding in enumerate(self._bindings):
-            step = StepView(batch, policy_of(binding.group, batch), lane, needs | binding.group.needs)
-            plans.append(GroupPlan(step.policy, self._plan_group(group, step, asked, memory, records)))
+        plans = [
+            GroupPlan(step.policy, self._plan_group(group, step, asked, memory, records))
+            for group, step in enumerate(steps)
+        ]
         return tuple(plans), tuple(records)
 
     def _plan_group(

@@ -63,7 +63,9 @@ class CudaMark:
     def keep(self, batch: Batch) -> None:
         stream = torch.cuda.current_stream(self._device)
         for tensor in batch_tensors(batch).values():
-            tensor.record_stream(stream)
+            # Trees of guesses are on the host too.
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,20 @@ class EffectiveParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
 
+    @property
+    def drawing(self) -> EffectiveParams:
+        """These parameters without what depends on tokens or text: how a token is drawn from unadjusted logits."""
+        return EffectiveParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop_token_ids=frozenset(),
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
     @cached_property
     def counts_tokens(self) -> bool:
         """True if a token's logit depends on how often the token occurred before."""

@@ -326,8 +326,8 @@ def _resolve_async_scheduling(config: EngineConfig, device: Device, ledger: Ledg
     if overlaps and config.speculative_config is not None:
         ledger.degrade(
             "async_scheduling",
-            "the device waits between steps while the host reads them: tokens are guessed from those before them",
-            "leave speculative_config out where text does not repeat itself",
+            "the device waits between steps while the host reads them: tokens are guessed from those that were read",
+            "leave speculative_config out if few of the guesses are right",
         )
         return False
     return overlaps

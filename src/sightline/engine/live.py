@@ -268,6 +268,8 @@ def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Token
     if params.stop:
         stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
     adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
+    if params.temperature > 0.0:
+        sequence.drawing = params.drawing
     return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment)
 
 

@@ -22,6 +22,10 @@ def as_given(states: Tensor, operations: Operations) -> Tensor:
     return states
 
 
+def _as_they_are(logits: Tensor) -> Tensor:
+    return logits
+
+
 def likeliest(logits: Tensor, operations: Operations) -> Tensor:
     """The likeliest token of each row of logits, [num_rows] int64 on the device."""
     packed = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
@@ -39,6 +43,8 @@ class LoadedDraft:
     """Turns the model's states [num_tokens, taps * width] into those that the first network takes."""
     choose: Callable[[Tensor, Operations], Tensor] = likeliest
     """The model's token that each row of a network's logits prefers, [num_rows] int64."""
+    spread: Callable[[Tensor], Tensor] = _as_they_are
+    """A network's logits as logits of the model's tokens, [num_rows, vocab_size] fp32 and finite."""
 
 
 NO_DRAFT = LoadedDraft(())

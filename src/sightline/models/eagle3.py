@@ -43,6 +43,9 @@ LAYER_PREFIXES = ("midlayer", "layers.0")
 OUTER_PREFIXES = ("", "model.")
 """What may stand before every name."""
 
+NEVER = -1e30
+"""The logit of a token that is never drawn. Finite, as logits must be."""
+
 
 class InputNorms(Enum):
     """Which norms the target's states pass before they are fused."""
@@ -293,6 +296,13 @@ class Eagle3Head(Model):
         tokens = likeliest(logits, operations)
         return tokens if self.target_tokens is None else self.target_tokens[tokens]
 
+    def spread(self, logits: Tensor) -> Tensor:
+        """The logits as those of the target's tokens. Tokens that the head cannot guess are never drawn."""
+        if self.target_tokens is None:
+            return logits
+        wide = logits.new_full((logits.shape[0], self.definition.num_tokens), NEVER)
+        return wide.index_copy_(1, self.target_tokens, logits)
+
     def _table(self, scratch: Scratch) -> RotaryTable:
         return scratch.of(TableBuffers, 0, self.definition.layer.rotary.head_dim).table
 
@@ -313,4 +323,4 @@ class Eagle3Draft(DraftDefinition):
 
     def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         head = self.head.load(weights, target.states.embedding)
-        return LoadedDraft((head,), head.fuse, head.chosen)
+        return LoadedDraft((head,), head.fuse, head.chosen, head.spread)

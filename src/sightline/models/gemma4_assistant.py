@@ -13,27 +13,71 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, LayerGroup, Lenders, borrow_layers
-from sightline.core.errors import UnsupportedModelError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection
 from sightline.layers.scratch import Scratch
 from sightline.models.attention import BorrowedAttentionDefinition
-from sightline.models.config_reader import ConfigReader
+from sightline.models.config_reader import INFORMATIONAL, ConfigReader
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
 from sightline.models.decoder import Decoder, DecoderDefinition, LayerDefinition
 from sightline.models.drafting import DraftDefinition, LoadedDraft
+from sightline.models.field_effects import fields_without_effect
 from sightline.models.gemma4 import read_kinds, read_layers
 from sightline.models.norms import NormDefinition
 from sightline.models.shared_config import FULL, SLIDING
 from sightline.models.weights import WeightReader
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
-_READ = frozenset({"architectures", "model_type", "text_config", "backbone_hidden_size", "tie_word_embeddings"})
+_IDLE_NAMES = """
+    attention_k_eq_v centroid_intermediate_top_k final_logit_softcapping global_head_dim moe_intermediate_size
+    num_centroids num_experts num_global_key_value_heads num_kv_shared_layers sliding_window tie_word_embeddings
+    top_k_experts use_bidirectional_attention vocab_size_per_layer_input
+"""
+_IDLE = frozenset(_IDLE_NAMES.split())
+"""Fields that may have no effect: those of keys and values, of experts, of the target's logits, of unused clusters."""
+
+
+@dataclass(frozen=True)
+class OrderedTokens:
+    """Tokens in clusters of one size. Only those of the clusters that a state is nearest to can be drafted."""
+
+    num_clusters: int
+    num_chosen: int
+    """The number of clusters whose tokens can be drafted."""
+
+    def load(self, weights: WeightReader, num_tokens: int, hidden_size: int) -> TokenClusters:
+        name = "masked_embedding.token_ordering"
+        order = weights.take(name, (num_tokens,), torch.int64)
+        if not torch.equal(order.sort().values, torch.arange(num_tokens, device=order.device)):
+            raise CheckpointError(f"expected each of {num_tokens} tokens once in {name}, got others; use another file")
+        centroids = weights.projection({"masked_embedding.centroids": self.num_clusters}, hidden_size, bias=False)
+        return TokenClusters(centroids, order.view(self.num_clusters, -1), self.num_chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenClusters:
+    """The clusters with their weights."""
+
+    centroids: Projection
+    tokens: Tensor
+    """[num_clusters, tokens of a cluster] int64."""
+    num_chosen: int
+
+    def limited(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """The logits [num_rows, vocab_size] with those of other tokens just below the least that can be drafted."""
+        scores = hidden.new_empty((len(hidden), len(self.tokens)))
+        self.centroids(hidden, scores)
+        tokens = self.tokens[scores.topk(self.num_chosen, dim=1).indices].flatten(1)
+        kept = logits.gather(1, tokens)
+        least = kept.amin(dim=1, keepdim=True) - 1.0
+        return least.expand_as(logits).scatter(1, tokens, kept)
 
 
 @dataclass(frozen=True)
@@ -48,6 +92,8 @@ class AssistantDefinition(Definition):
     """The width of the target's states and embeddings."""
     target_scale: float
     """The factor on the target's embeddings."""
+    ordered: OrderedTokens | None = None
+    """None if every token can be drafted."""
 
     @property
     def vocab_size(self) -> int:
@@ -69,7 +115,10 @@ class AssistantDefinition(Definition):
         size = self.decoder.hidden_size
         entry = weights.projection({"pre_projection": size}, 2 * self.target_size, bias=False)
         leave = weights.projection({"post_projection": self.target_size}, size, bias=False)
-        return Assistant(self, target_embedding, entry, self.decoder.load(weights), leave)
+        clusters = None
+        if self.ordered is not None:
+            clusters = self.ordered.load(weights, self.vocab_size, size)
+        return Assistant(self, target_embedding, entry, self.decoder.load(weights), leave, clusters)
 
 
 class AssistantBuffers:
@@ -90,6 +139,7 @@ class Assistant(Model):
     entry: Projection
     decoder: Decoder
     leave: Projection
+    clusters: TokenClusters | None
 
     @property
     def states_in(self) -> int:
@@ -118,7 +168,8 @@ class Assistant(Model):
         wanted = states.wanted_of_stream(planned, scratch)
         operations.norm(hidden, states.final_norm, buffers.normed)
         self.leave(buffers.normed, made)
-        return self.decoder.logits(wanted, scratch)
+        logits = self.decoder.logits(wanted, scratch)
+        return logits if self.clusters is None else self.clusters.limited(logits, wanted)
 
     def _buffers(self, scratch: Scratch) -> AssistantBuffers:
         return scratch.of(AssistantBuffers, self.definition.target_size, self.definition.decoder.hidden_size)
@@ -143,17 +194,41 @@ class AssistantDraft(DraftDefinition):
 
 
 def define_assistant(config: Mapping[str, object], target: DecoderDefinition, ledger: Ledger) -> AssistantDefinition:
-    """The assistant that a config describes, for this target. Raises `UnsupportedModelError` if they do not fit."""
-    reader = ConfigReader(config, ARCHITECTURE)
-    reader.require("architectures", [ARCHITECTURE])
-    reader.require("use_ordered_embeddings", False)
-    reader.require("quantization_config", None)
-    for name in sorted(set(config) - _READ - {"use_ordered_embeddings", "quantization_config"}):
-        ledger.note(f"config field {name}", "has no effect on an assistant without ordered embeddings")
-    section = reader.optional_section("text_config")
+    """The assistant that a config describes, for this target. Raises `UnsupportedModelError` if they do not fit.
+
+    The ledger says which fields of the config have no effect.
+    """
+    definition = _define(config, target)
+    described = _described(config) | {"text_config": _described(_text_section(config))}
+    choices = {"layer_types": (FULL, SLIDING)}
+    for path in fields_without_effect(described, lambda changed: _define(changed, target), definition, choices):
+        field = f"config field {'.'.join(path)}"
+        if path[-1] in _IDLE:
+            ledger.note(field, "has no effect on an assistant")
+        else:
+            ledger.degrade(
+                field, "is not known to an assistant and was not used", "check that it does not change the output"
+            )
+    return definition
+
+
+def _described(section: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a section that may change what a forward computes."""
+    return {name: value for name, value in section.items() if name not in INFORMATIONAL and name != "model_type"}
+
+
+def _text_section(config: Mapping[str, object]) -> Mapping[str, object]:
+    section = ConfigReader(config, ARCHITECTURE).optional_section("text_config")
     if section is None:
         raise UnsupportedModelError(f"{ARCHITECTURE}: expected a text_config, got none")
-    text = ConfigReader(section, f"{ARCHITECTURE}: text_config")
+    return section
+
+
+def _define(config: Mapping[str, object], target: DecoderDefinition) -> AssistantDefinition:
+    reader = ConfigReader(config, ARCHITECTURE)
+    reader.require("architectures", [ARCHITECTURE])
+    reader.require("quantization_config", None)
+    text = ConfigReader(_text_section(config), f"{ARCHITECTURE}: text_config")
     kinds = read_kinds(text)
     lenders = _target_lenders(target, kinds)
     decoder = _read_decoder(text, kinds, lenders, tied=reader.boolean("tie_word_embeddings", default=True))
@@ -164,7 +239,21 @@ def define_assistant(config: Mapping[str, object], target: DecoderDefinition, le
             f"{ARCHITECTURE}: expected a vocabulary and a backbone_hidden_size of {expected}, as the target has, got "
             f"{(decoder.num_tokens, target_size)}; use the assistant of this model"
         )
-    return AssistantDefinition(decoder, lenders, target_size, target.embedding_scale)
+    ordered = _read_order(reader, decoder.num_tokens)
+    return AssistantDefinition(decoder, lenders, target_size, target.embedding_scale, ordered)
+
+
+def _read_order(reader: ConfigReader, num_tokens: int) -> OrderedTokens | None:
+    count = reader.count("num_centroids", 2048)
+    chosen = reader.count("centroid_intermediate_top_k", 32)
+    if not reader.boolean("use_ordered_embeddings", default=False):
+        return None
+    if num_tokens % count or chosen > count:
+        raise UnsupportedModelError(
+            f"{ARCHITECTURE}: expected num_centroids that divides {num_tokens} tokens, and no more of them in "
+            f"centroid_intermediate_top_k, got {count} and {chosen}"
+        )
+    return OrderedTokens(count, chosen)
 
 
 def _read_decoder(text: ConfigReader, kinds: Sequence[str], lenders: Sequence[int], *, tied: bool) -> DecoderDefinition:

@@ -21,6 +21,7 @@ from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
+from sightline.core.lengths import moved
 from sightline.core.resolution import ResolvedConfig
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
@@ -32,6 +33,7 @@ from sightline.runner.graphs import Graphs
 from sightline.runner.progress import OnBuildStep
 from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
+from sightline.runner.sampling.sampler import RowSampling, choose
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,20 @@ class DraftRuntime:
         """The states that the first network takes, from those of the model."""
         return self.loaded.fuse(states, self.operations)
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The model's tokens [num_rows] int64 that a network prefers."""
-        return self.loaded.choose(logits, self.operations)
+    def choose(self, logits: Tensor, drawn: Sequence[RowSampling | None]) -> Tensor:
+        """The model's tokens [num_rows] int64 that a network chooses.
+
+        If the tokens of a row's sequence are drawn, its guess is drawn too, with the noise that the model will draw
+        with at the same place: where both think alike, they choose alike. Other rows take the likeliest token.
+        """
+        likeliest = self.loaded.choose(logits, self.operations)
+        rows = [(index, each) for index, each in enumerate(drawn) if each is not None]
+        if not rows:
+            return likeliest
+        [places] = moved([[index for index, _ in rows]], logits.device)
+        some = self.loaded.spread(logits.index_select(0, places))
+        chosen = choose(some, [each for _, each in rows], best=self.operations.best_tokens)
+        return likeliest.index_copy(0, places, chosen.tokens)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sightline.cache.prefix import PrefixNode
-from sightline.core.request import Request
+from sightline.core.request import EffectiveParams, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +27,8 @@ class SequenceState:
     """Index among the request's continuations."""
     leader: SequenceState | None = None
     """The request's first continuation; None for that one itself. Its pages are shared once its prompt is computed."""
+    drawing: EffectiveParams | None = None
+    """How its tokens are drawn, for a drafter that draws with the same noise; None if the likeliest is taken."""
     tokens: list[int] = field(init=False)
     """Known prompt and generated tokens."""
     num_computed: int = 0

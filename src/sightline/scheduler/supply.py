@@ -137,7 +137,11 @@ class Supply:
         """Adds whole computed pages to the prefix cache. Their logits are known to be finite."""
         if self._prefixes is None or sequence.prefix is None or sequence.table_row is None:
             return
-        size, num_shared = self._page_size, self._num_shared(sequence)
+        size = self._page_size
+        # Most steps complete no page, and every row of every step comes here.
+        if (sequence.num_prefix_pages + 1) * size > sequence.num_computed:
+            return
+        num_shared = self._num_shared(sequence)
         while (sequence.num_prefix_pages + 1) * size <= num_shared:
             index = sequence.num_prefix_pages
             tokens = sequence.tokens[index * size : (index + 1) * size]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from sightline.core import speculation
 from sightline.core.batch import RowWork
 from sightline.core.errors import ConfigError
@@ -21,7 +23,7 @@ from sightline.models.registry import define_model
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_behind, read_columns
 
 
 class ModelDrafter(Drafter):
@@ -45,12 +47,16 @@ class ModelDrafter(Drafter):
         for sequence, row, length in zip(sequences, rows, lengths, strict=True):
             self._steps.discard(row)
             work.append(RowWork(row, sequence.tokens[length:], length, num_logits=1))
-        first = self._draft.choose(self._steps.run(work).logits)
+        first = self._draft.choose(self._steps.run(work).logits, drawn_behind(sequences, 0))
+
+        def choose(logits: Tensor, step: int) -> Tensor:
+            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], 1 + step))
+
         drafted = [
             DraftedRow(row, len(sequence.tokens), rooms[index].most - 1)
             for row, sequence, index in zip(rows, sequences, order, strict=True)
         ]
-        columns = [first, *self._steps.roll_out(drafted, first, None, self._draft.choose)]
+        columns = [first, *self._steps.roll_out(drafted, first, None, choose)]
         drafts = [Draft()] * len(rooms)
         for index, length, tokens in zip(order, lengths, read_columns(columns), strict=True):
             self._fed[rooms[index].sequence] = (*rooms[index].sequence.tokens[length:], *tokens[:-1])

@@ -24,7 +24,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_behind, read_columns
 
 
 class _Seen(NamedTuple):
@@ -62,7 +62,11 @@ class FrozenDrafter(Drafter):
             DraftedRow(each.held_row, len(each.tokens) - 1, rooms[index].most, CONTEXT)
             for each, index in zip(sequences, order, strict=True)
         ]
-        columns = self._steps.roll_out(drafted, known, states, self._draft.choose)
+
+        def choose(logits: Tensor, step: int) -> Tensor:
+            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], step))
+
+        columns = self._steps.roll_out(drafted, known, states, choose)
         for index, tokens in zip(order, read_columns(columns), strict=True):
             drafts[index] = Draft(tuple(tokens))
         return drafts

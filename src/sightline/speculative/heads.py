@@ -30,6 +30,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.mtp import define_mtp
 from sightline.models.registry import define_eagle3
 from sightline.runner.networks import DraftRuntime
+from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import (
     Drafter,
@@ -39,7 +40,7 @@ from sightline.speculative.drafter import (
     ObservedRow,
     ObservedStep,
 )
-from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, drawn_at, drawn_behind, read_columns
 
 
 class _Ahead(NamedTuple):
@@ -91,6 +92,10 @@ class _Row:
         """Entries of a depth that known tokens give."""
         return min(self.stop, self.num_known - depth)
 
+    def drawn(self, depth: int) -> RowSampling | None:
+        """How the token that a depth guesses is drawn."""
+        return drawn_at(self.sequence, self.num_known - len(self.sequence.request.prompt_token_ids) + depth - 1)
+
     def work(self, depth: int, length: int) -> RowWork | None:
         """The entries of a depth behind the first `length`; None if none can be computed: a token or a state is not
         there."""
@@ -138,7 +143,12 @@ class HeadDrafter(Drafter):
             if many > num_depths
         ]
         states = torch.cat([each.state for each in ahead[: len(drafted)] or ahead[:1]])
-        columns += last.roll_out(drafted, columns[-1], states, self._draft.choose)
+        sequences = [rooms[index].sequence for index in order]
+
+        def choose(logits: Tensor, step: int) -> Tensor:
+            return self._draft.choose(logits, drawn_behind(sequences[: logits.shape[0]], num_depths + step))
+
+        columns += last.roll_out(drafted, columns[-1], states, choose)
         for index, tokens in zip(order, read_columns(columns), strict=True):
             drafts[index] = Draft(tuple(tokens))
         return drafts
@@ -188,7 +198,7 @@ class HeadDrafter(Drafter):
         is_last = depth == len(self._depths)
         # Copied, because a sequence keeps its last state, and a view would keep those of the whole step.
         ends = torch.cat([each[-1:] for each in made]) if is_last else outputs.given_states
-        guesses = self._draft.choose(outputs.logits)
+        guesses = self._draft.choose(outputs.logits, [row.drawn(depth) for row, _ in planned if row.is_guessed_for])
         read = [] if is_last else guesses.tolist()
         place = 0
         for index, ((row, work), states) in enumerate(zip(planned, made, strict=True)):

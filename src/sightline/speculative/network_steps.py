@@ -17,6 +17,8 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.core.batch import CAUSAL, CONTEXT, RowMask, RowWork, StepWork
 from sightline.runner.networks import NetworkRuntime
+from sightline.runner.sampling.sampler import RowSampling
+from sightline.scheduler.sequence import SequenceState
 
 
 class NetworkOutputs(NamedTuple):
@@ -51,8 +53,18 @@ class DraftedRow(NamedTuple):
         return 0 if self.mask is CONTEXT else 1
 
 
-Choose: TypeAlias = Callable[[Tensor], Tensor]
-"""The tokens [num_rows] int64 that rows of logits prefer."""
+Choose: TypeAlias = Callable[[Tensor, int], Tensor]
+"""The tokens [num_rows] int64 that rows of logits choose in a step, which is counted from 0."""
+
+
+def drawn_at(sequence: SequenceState, place: int) -> RowSampling | None:
+    """How a sequence's generated token at a place, counted from 0, is drawn; None if the likeliest is taken."""
+    return None if sequence.drawing is None else RowSampling(sequence.drawing, place)
+
+
+def drawn_behind(sequences: Sequence[SequenceState], ahead: int) -> list[RowSampling | None]:
+    """How the token of each sequence is drawn that is `ahead` places behind the first that it has not."""
+    return [drawn_at(each, each.num_generated + ahead) for each in sequences]
 
 
 class NetworkSteps:
@@ -120,7 +132,7 @@ class NetworkSteps:
             else:
                 outputs = self._finish(network.planner.plan(network.graphs.assemble(work, columns[-1])), given)
             states = outputs.states
-            columns.append(choose(outputs.logits))
+            columns.append(choose(outputs.logits, index))
         return columns[1:]
 
     def _run(self, work: Sequence[RowWork], chosen: Tensor | None, states: Tensor | None) -> NetworkOutputs:

@@ -16,11 +16,12 @@ import msgspec
 import pytest
 
 from sightline.cache.pools import NetworkCache
+from sightline.core.batch import RowMask
 from sightline.core.errors import ConfigError
 from sightline.engine import launch, sampled
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
-from sightline.speculative import verification
+from sightline.speculative.verification import right_guesses, tree_mask
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.liars import LyingDrafter
 from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest, prefix_hashes
@@ -127,19 +128,15 @@ def positions_of_a_chain(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_of_other_parents(patch: pytest.MonkeyPatch) -> None:
-    mask = verification.tree_mask
-
-    def shifted(row: ScheduledRow) -> object:
-        return mask(replace(row, parents=tuple(max(-1, parent - 1) for parent in row.draft_parents)))
+    def shifted(row: ScheduledRow) -> RowMask:
+        return tree_mask(replace(row, parents=tuple(max(-1, parent - 1) for parent in row.draft_parents)))
 
     patch.setattr(launch, "tree_mask", shifted)
 
 
 def wrong_guess_kept(patch: pytest.MonkeyPatch) -> None:
-    right = verification.right_guesses
-
     def generous(row: ScheduledRow, chosen: Sequence[int]) -> Sequence[int]:
-        found = right(row, chosen)
+        found = right_guesses(row, chosen)
         return range(len(found) + 1) if row.parents is None and len(found) < len(row.drafts) else found
 
     patch.setattr(sampled, "right_guesses", generous)

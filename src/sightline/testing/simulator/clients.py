@@ -231,7 +231,7 @@ class Clients:
         """Takes the answer and checks it."""
         del self._live[attempt.request_id]
         output = self._engine.pop_output(attempt.request_id)
-        is_late = attempt.deadline < self._stage.faults.clock.now
+        is_late = attempt.deadline <= self._stage.faults.clock.now
         yield from check_answer(
             attempt,
             output,
