@@ -121,7 +121,7 @@ def main() -> None:
     drafter = DrafterOfTexts(lambda: Scripted(given.honesty, Random(1)))
 
     def scripted(context: DrafterContext) -> AdaptiveDrafts:
-        return AdaptiveDrafts(drafter, given.guesses, 128, context.ledger, patience=2)
+        return AdaptiveDrafts(drafter, given.guesses, 128, context.ledger, vocab_size=context.vocab_size, patience=2)
 
     engine_module.make_drafts = scripted  # type: ignore[attr-defined]
     config = {"method": "ngram", "num_speculative_tokens": given.guesses}

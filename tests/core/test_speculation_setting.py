@@ -36,6 +36,7 @@ def test_json_and_a_mapping_say_the_same() -> None:
         ({"method": "ngram", "prompt_lookup_min": 5}, "expected prompt_lookup_min of at most prompt_lookup_max 4"),
         ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "expected draft_tensor_parallel_size 1, got 2"),
+        ({"method": "ngram", "corpus_tokens": 63}, "expected corpus_tokens 0, or at least 64"),
         ({"method": 3}, "expected method to be text, got 3"),
         (
             {"method": "ngram", "model": "small"},

@@ -34,7 +34,7 @@ from support.eagle3_heads import CASES, make_weights, reference, save_head
 from support.eagle3_runs import make_target
 from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
 from support.tiny_assistant import make_assistant, reference_round
-from support.tiny_models import VOCAB, make_model
+from support.tiny_models import VOCAB, make_model, random_prompts
 from support.tiny_mtp import Oracle, save_with_modules
 
 MOST = 6
@@ -298,6 +298,24 @@ def test_a_text_that_goes_on_from_the_cache_is_drafted_for(
     [found] = ask(llm, replace(GREEDY, max_tokens=60), longer)
     assert found.num_cached_tokens > len(PROMPTS[0])
     assert recorded.num_wrong(case) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3, three modules", "eagle3", "gemma4, frozen"])
+def test_a_sequence_that_waits_keeps_no_more_than_its_last_states(cases: Callable[[str], Case], name: str) -> None:
+    """A view would keep the states of a whole step for as long as its sequence is paused."""
+    engine = drafting(cases(name)).engine
+    asked = engine.submit(random_prompts([60])[0], GREEDY)
+    while not engine.metrics().generation_tokens:
+        engine.step()
+    engine.pause(asked)
+    drafter = engine._drafts._drafter  # type: ignore[union-attr]
+    found = vars(drafter)
+    kept = [each.state for name in ("_ahead", "_seen") for each in found.get(name, {}).values()]
+    kept += [each.states for held in found.get("_held", {}).values() for each in held.values()]
+    assert kept
+    assert all(each.untyped_storage().nbytes() <= 4 * each.shape[-1] * each.element_size() for each in kept)
+    engine.forget(asked)
+    assert not any(found.get(each) for each in ("_ahead", "_held", "_seen"))
 
 
 def test_a_head_of_few_tokens_draws_as_the_model_would_from_them(cases: Callable[[str], Case]) -> None:

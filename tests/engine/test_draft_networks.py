@@ -13,9 +13,10 @@ import torch
 from sightline import LLM
 from sightline.core.errors import ConfigError
 from sightline.engine.engine import Engine
+from sightline.speculative.drafts import AdaptiveDrafts
 from support.engines import is_at_rest
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, SAMPLED, ask, tiny, tokens_of
-from support.tiny_models import make_model
+from support.tiny_models import make_model, random_prompts
 
 Folders = Callable[[str], Path]
 
@@ -150,6 +151,48 @@ def test_a_drafter_that_fails_costs_nobody_an_answer(
     assert tokens_of(ask(llm, GREEDY, PROMPTS)) == tokens_of(expected)
     [told] = [each for each in llm.engine.ledger.degradations if each.subject == "speculative_config"]
     assert "out of luck" in str(told)
+    prompts = random_prompts([13, 22], seed=5)
+    for num_cached in ([0, 0], [12, 20]):
+        found = [each.num_cached_tokens for each in ask(llm, GREEDY, prompts)]
+        assert found == num_cached, "prefixes are shared without it"
+
+
+def test_a_draft_that_was_interrupted_counts_for_no_other_row(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text repeats one token, so that the tokens of the draft are those behind any place."""
+    monkeypatch.setattr(AdaptiveDrafts, "limit", lambda drafts, _: drafts._most)
+    llm = drafted(folders("llama"), folders("llama"), prefix_caching=False)
+    engine, params = llm.engine, replace(GREEDY, logit_bias={7: 100.0})
+    [expected] = ask(llm, params, [[7] * 9])
+    asked = engine.submit([7] * 9, params)
+    for _ in range(3):
+        engine.step()
+    forward = engine.runtime.runner.forward
+
+    def interrupted(*_: object) -> torch.Tensor:
+        monkeypatch.setattr(engine.runtime.runner, "forward", forward)
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        monkeypatch.setattr(engine.runtime.runner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+
+    interrupt()
+    engine.pause(asked)
+    engine.resume(asked)
+    while not engine.is_finished(asked):
+        engine.step()
+    assert engine.pop_output(asked).outputs[0].token_ids == expected.outputs[0].token_ids
+    assert share(engine) >= 0.0
+    asked = engine.submit([7] * 9, params)
+    for _ in range(3):
+        engine.step()
+    interrupt()
+    engine.forget(asked)
+    engine.step()
+    assert is_at_rest(llm), "nothing is kept of a draft whose sequence ended first"
 
 
 def test_a_drafter_with_other_tokens_is_refused(folders: Folders, tmp_path: Path) -> None:

@@ -39,19 +39,22 @@ def paths(draft: Draft) -> list[list[int]]:
         (Draft((1, 2), (-1, -2)), "expected the parent of guess 1 from -1 to 0, got -2"),
         (Draft((1, 4, 4), (-1, 0, 0)), "expected children of one guess to be different tokens"),
         (Draft((1,) * 9), "expected a draft of at most 8 tokens, got 9"),
+        (Draft((1, 10)), "expected tokens from 0 to 9, got"),
+        (Draft((-1, 1)), "expected tokens from 0 to 9, got"),
+        (Draft((1, -1), (-1, -1)), "expected tokens from 0 to 9, got"),
     ],
 )
 def test_a_malformed_draft_is_refused(draft: Draft, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        checked_draft(draft, 8, may_branch=True)
+        checked_draft(draft, 8, 10, may_branch=True)
 
 
 def test_a_tree_of_one_branch_is_a_chain_and_others_must_be_asked_for() -> None:
-    assert checked_draft(Draft((5, 6, 5), (-1, 0, 1)), 3, may_branch=False) == Draft((5, 6, 5))
+    assert checked_draft(Draft((5, 6, 5), (-1, 0, 1)), 3, 10, may_branch=False) == Draft((5, 6, 5))
     tree = Draft((5, 6, 5), (-1, 0, 0))
-    assert checked_draft(tree, 3, may_branch=True) is tree
+    assert checked_draft(tree, 3, 10, may_branch=True) == tree
     with pytest.raises(ValueError, match="expected one continuation, got a tree; give num_branches"):
-        checked_draft(tree, 3, may_branch=False)
+        checked_draft(tree, 3, 10, may_branch=False)
 
 
 @given(CONTINUATIONS, st.integers(0, 12))
@@ -60,7 +63,7 @@ def test_a_tree_holds_its_continuations_and_shares_what_they_have_in_common(
 ) -> None:
     draft = merged(continuations, most)
     assert len(draft.tokens) <= most
-    checked_draft(draft, most, may_branch=True)
+    checked_draft(draft, most, 10, may_branch=True)
     every = {tuple(each[:end]) for each in continuations for end in range(1, len(each) + 1)}
     held = [tuple(path) for path in paths(draft)]
     assert len(held) == len(set(held)) == min(most, len(every))

@@ -147,7 +147,7 @@ def test_a_token_takes_as_much_memory_as_the_setting_says(limit: int) -> None:
 
 def drafter(corpus_tokens: int) -> Drafter:
     config = Speculation(corpus_tokens=corpus_tokens)
-    return find("ngram").make(DrafterContext(config, DeviceKind.CPU, Ledger()))
+    return find("ngram").make(DrafterContext(config, DeviceKind.CPU, Ledger(), 512))
 
 
 def sequence_of(tokens: list[int], num_generated: int = 1) -> SequenceState:

@@ -14,6 +14,8 @@ from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from support.scheduling import make_sequence
 
+VOCAB = 10_000
+
 
 class Ready(TextDrafter):
     """Always has a guess."""
@@ -23,7 +25,7 @@ class Ready(TextDrafter):
 
 
 def drafts_and_sequence() -> tuple[AdaptiveDrafts, SequenceState]:
-    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16, Ledger()), make_sequence("a", 8, 200)
+    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16, Ledger(), vocab_size=VOCAB), make_sequence("a", 8, 200)
 
 
 def guess(drafts: AdaptiveDrafts, sequence: SequenceState, most: int) -> tuple[int, ...]:
@@ -59,7 +61,10 @@ def test_guesses_that_fail_rest_longer_and_longer_and_are_tried_again() -> None:
 
 
 def test_with_patience_drafts_stay_long_until_several_fail_in_a_row() -> None:
-    drafts, sequence = AdaptiveDrafts(DrafterOfTexts(Ready), 7, 16, Ledger(), patience=2), make_sequence("a", 8, 200)
+    drafts, sequence = (
+        AdaptiveDrafts(DrafterOfTexts(Ready), 7, 16, Ledger(), vocab_size=VOCAB, patience=2),
+        make_sequence("a", 8, 200),
+    )
     for accepted in (3, 0, 0, 1, 0, 7, 0, 0):
         assert len(guess(drafts, sequence, 99)) == 7
         drafts.observe(sequence, 7, accepted)
@@ -100,7 +105,7 @@ def test_what_a_step_has_room_for_is_shared_in_the_order_of_its_rows() -> None:
 def test_more_guesses_than_a_step_takes_are_told() -> None:
     for asked, subjects in ((7, []), (8, ["num_speculative_tokens"])):
         ledger = Ledger()
-        make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger))
+        make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger, VOCAB))
         assert [each.subject for each in ledger.degradations] == subjects
 
 
@@ -118,7 +123,10 @@ class Branching(Drafter):
 
 
 def test_a_tree_grows_with_its_longest_path_and_takes_the_room_of_all_its_branches() -> None:
-    drafts, sequence = AdaptiveDrafts(Branching(), 7, 16, Ledger(), num_branches=2), make_sequence("a", 8, 200)
+    drafts, sequence = (
+        AdaptiveDrafts(Branching(), 7, 16, Ledger(), vocab_size=VOCAB, num_branches=2),
+        make_sequence("a", 8, 200),
+    )
     for depth in (1, 3, 7, 7):
         [draft] = drafts.propose([DraftRoom(sequence, 99)], 99)
         assert len(draft.tokens) == 2 * depth
@@ -139,6 +147,6 @@ class Lone(Branching):
 
 def test_a_tree_that_nobody_asked_for_ends_the_guessing_and_is_told() -> None:
     ledger = Ledger()
-    drafts, sequence = AdaptiveDrafts(Lone(), 7, 16, ledger, patience=1), make_sequence("a", 8, 200)
+    drafts, sequence = AdaptiveDrafts(Lone(), 7, 16, ledger, vocab_size=VOCAB, patience=1), make_sequence("a", 8, 200)
     assert list(drafts.propose([DraftRoom(sequence, 99)], 99)) == [Draft()]
     assert "expected one continuation, got a tree" in ledger.degradations[0].outcome

@@ -49,7 +49,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def context(**settings: object) -> DrafterContext:
     config = read_speculation(settings)
     assert config is not None
-    return DrafterContext(config, DeviceKind.CPU, Ledger())
+    return DrafterContext(config, DeviceKind.CPU, Ledger(), 512)
 
 
 def test_every_method_of_sightline_has_a_drafter_and_no_other() -> None:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from sightline import LLM
+from sightline.scheduler.sequence import SequenceState
+from sightline.speculative.drafter import Drafter
+
+
+def kept_by_drafters(holder: object) -> list[str]:
+    """What drafts, and the drafters that they have, keep by sequence: nothing, if no sequence is left."""
+    found: list[str] = []
+    for name, value in vars(holder).items():
+        if isinstance(value, dict | set) and any(isinstance(each, SequenceState) for each in value):
+            found.append(f"{type(holder).__name__}.{name}")
+        elif isinstance(value, Drafter):
+            found += kept_by_drafters(value)
+    return found
 
 
 def is_at_rest(llm: LLM) -> bool:
-    """Every row is free, and every page is free or the prefix cache's alone."""
+    """Every row is free, every page is free or the prefix cache's alone, and drafters keep nothing of a sequence."""
+    drafts = llm.engine._drafts
+    if drafts is not None and kept_by_drafters(drafts):
+        return False
     store, prefixes = llm.engine.runtime.store, llm.engine.prefixes
     cached = list(prefixes.nodes()) if prefixes is not None else []
     owned_once = all(

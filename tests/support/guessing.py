@@ -25,7 +25,8 @@ def lying_drafts(answers: Sequence[Sequence[int]], drafting: Drafting, num_token
         known = [each for each in answers if list(each[: len(tokens)]) == tokens]
         return list(known[0][len(tokens) : len(tokens) + count]) if known else []
 
-    return LyingDrafts(LyingDrafter(truth, drafting, num_tokens), drafting, MAX_STEP_TOKENS, 1, EventCounts())
+    drafter = LyingDrafter(truth, drafting, num_tokens)
+    return LyingDrafts(drafter, drafting, MAX_STEP_TOKENS, num_tokens, 1, EventCounts())
 
 
 def lie(

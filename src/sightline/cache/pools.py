@@ -228,6 +228,12 @@ class NetworkCache:
         self.pools = tuple(pool for group in groups for pool in group.pools.values())
         self.lengths = lengths
         """How much of each row may be read."""
+        self.is_followed = True
+        """True if entries are shared only once this network has them too."""
+
+    def retire(self) -> None:
+        """Says that the network computes nothing any more, so that the others share their entries without it."""
+        self.is_followed = False
 
     def keep(self, row: int, context_len: int, places: Sequence[int]) -> None:
         """Keeps some of the candidates that a step wrote behind a row's context, and launches them as its next entries.
@@ -328,8 +334,8 @@ class CacheStore:
             network.lengths.fill(row, num_tokens)
 
     def committed(self, row: int) -> int:
-        """Entries of a row that are committed in every network."""
-        return min([network.lengths.committed(row) for network in self.networks])
+        """Entries of a row that are committed in every network that still computes any."""
+        return min([network.lengths.committed(row) for network in self.networks if network.is_followed])
 
     def fill_row(self, row: int, num_tokens: int) -> None:
         """Declares that a row's pages hold exactly its first `num_tokens` entries.

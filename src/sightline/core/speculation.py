@@ -15,6 +15,8 @@ ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
 MOST_BRANCHES = 8
 MOST_CORPUS_TOKENS = 1 << 20
+LEAST_CORPUS_TOKENS = 64
+"""What a text counts for at least, so that short texts of many callers are bounded too."""
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
 
@@ -118,6 +120,11 @@ class Speculation:
             raise ConfigError(
                 f"expected draft_tensor_parallel_size 1, got {self.draft_tensor_parallel_size}: more is not supported "
                 "yet"
+            )
+        if 0 < self.corpus_tokens < LEAST_CORPUS_TOKENS:
+            raise ConfigError(
+                f"expected corpus_tokens 0, or at least {LEAST_CORPUS_TOKENS}, which the shortest text counts for, got "
+                f"{self.corpus_tokens}"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

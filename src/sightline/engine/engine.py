@@ -60,12 +60,13 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         """`clock` tells seconds: deadlines go by it. `drafts` guesses in place of what the settings name."""
         if tokenizer is not None:
             check_streamable(tokenizer)
-        scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
+        vocab_size = runtime.definition.vocab_size
+        scored = max(1, _MAX_SCORED_LOGITS // vocab_size)
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
         if drafts is None and speculation is not None:
-            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
+            drafts = make_drafts(DrafterContext(speculation, device, ledger, vocab_size, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

@@ -95,6 +95,11 @@ class DraftRuntime:
     """One for each model of `loaded`, in the same order."""
     operations: Operations
 
+    def retire(self) -> None:
+        """Says that the networks run no more, so that the model's entries are shared without theirs."""
+        for each in self.networks:
+            each.cache.retire()
+
     def fuse(self, states: Tensor) -> Tensor:
         """The states that the first network takes, from those of the model."""
         return self.loaded.fuse(states, self.operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from sightline.scheduler.sequence import Draft
 
@@ -10,13 +11,19 @@ ROOT = -1
 """The parent of guesses that follow the last known token."""
 
 
-def checked_draft(draft: Draft, most: int, *, may_branch: bool) -> Draft:
-    """The draft, with a tree of one branch as a chain. Raises `ValueError` if it is malformed or too long."""
-    tokens, parents = draft
+def checked_draft(draft: Draft, most: int, vocab_size: int, *, may_branch: bool) -> Draft:
+    """A copy of the draft that its maker cannot change, with a tree of one branch as a chain.
+
+    Raises `TypeError` or `ValueError` if it is malformed or too long, or if the model does not have one of its tokens.
+    """
+    tokens, parents = tuple(map(index, draft.tokens)), draft.parents
     if len(tokens) > most:
         raise ValueError(f"expected a draft of at most {most} tokens, got {len(tokens)}")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"expected tokens from 0 to {vocab_size - 1}, got {tokens}")
     if parents is None:
-        return draft
+        return Draft(tokens)
+    parents = tuple(map(index, parents))
     if len(parents) != len(tokens):
         raise ValueError(f"expected a parent for each of {len(tokens)} guesses, got {len(parents)} parents")
     for guess, parent in enumerate(parents):
@@ -28,7 +35,7 @@ def checked_draft(draft: Draft, most: int, *, may_branch: bool) -> Draft:
         return Draft(tokens)
     if not may_branch:
         raise ValueError("expected one continuation, got a tree; give num_branches in speculative_config")
-    return draft
+    return Draft(tokens, parents)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

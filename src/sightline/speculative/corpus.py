@@ -17,10 +17,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from sightline.core.speculation import LEAST_CORPUS_TOKENS
+
 _END = -1
 """Follows the last token of a text."""
-_SMALLEST = 64
-"""Tokens that a text counts for at least, so that short texts of many callers are bounded too."""
 _WORD = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 """An odd number with well mixed bits, 2^64 divided by the golden ratio."""
@@ -28,7 +28,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 def counted(text: Sequence[int]) -> int:
     """The tokens that a text counts for."""
-    return max(_SMALLEST, len(text) + 1)
+    return max(LEAST_CORPUS_TOKENS, len(text) + 1)
 
 
 class CorpusIndex:
@@ -45,7 +45,7 @@ class CorpusIndex:
         """Entries of each text in the buffer, with its end mark."""
         self.num_tokens = 0
         """The tokens that the texts count for."""
-        self._resize(_SMALLEST)
+        self._resize(LEAST_CORPUS_TOKENS)
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,7 @@ class CorpusIndex:
         """Drops the oldest text; returns what it counted for. Places in it are passed over, and overwritten in time."""
         size = self._sizes.popleft()
         self._first += size
-        dropped = max(_SMALLEST, size)
+        dropped = max(LEAST_CORPUS_TOKENS, size)
         self.num_tokens -= dropped
         return dropped
 

@@ -68,6 +68,8 @@ class ModelDrafter(Drafter):
             row, length = each.row, self._steps.length(each.row.table_row)
             known = each.known_from(length)[: each.result.seq_len - length]
             num_right = num_equal(self._fed.pop(row.sequence, ()), known)
+            # A draft whose step was interrupted may have been for another row.
+            num_right = min(num_right, self._steps.launched(row.table_row) - length)
             length += num_right
             self._steps.commit(row.table_row, length)
             self._steps.discard(row.table_row)

@@ -65,7 +65,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """Returns a draft for each room, of at most `most` tokens; an empty one if there is no guess.
+        """Returns a draft for each room, of at most `most` tokens; an empty one if there is no guess. Must not change a
+        room.
 
         A draft may be a tree if `num_branches` is above 1. It then has at most `longest` tokens on each path.
         """
@@ -86,8 +87,15 @@ class DrafterContext:
     speculation: Speculation
     device: DeviceKind
     ledger: Ledger
+    vocab_size: int
+    """The tokens of the model: guesses are below it."""
     draft: DraftRuntime | None = None
     """The drafter's own networks; None, or without any, if its kind has none."""
+
+    def retire(self) -> None:
+        """Says that the drafter computes nothing any more."""
+        if self.draft is not None:
+            self.draft.retire()
 
     @property
     def networks(self) -> DraftRuntime:

@@ -12,7 +12,7 @@ there as much is guessed as may be, until several drafts in a row have failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,42 +50,60 @@ class AdaptiveDrafts:
         max_step_tokens: int,
         ledger: Ledger,
         *,
+        vocab_size: int,
         patience: int = 0,
         num_branches: int = 1,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        If the drafter fails, the ledger is told and nothing is guessed any more. `patience` is the number of drafts in
-        a row that may have no right token before a sequence rests; if it is above 0, drafts do not shrink. With several
-        branches, drafts may be trees with up to `most` tokens for each branch.
+        Guesses must be tokens below `vocab_size`. If the drafter fails, the ledger is told, `on_failure` is called
+        once, and nothing is guessed any more. `patience` is the number of drafts in a row that may have no right token before
+        a sequence rests; if it is above 0, drafts do not shrink. With several branches, drafts may be trees with up to
+        `most` tokens for each branch.
         """
         self.max_step_tokens = max_step_tokens
         self.num_branches = num_branches
         self._drafter = drafter
         self._most = most
         self._ledger = ledger
+        self._vocab_size = vocab_size
         self._patience = patience
+        self._on_failure = on_failure
         self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         """A draft for each room. Sequences that rest, and those for which nothing is left, get none."""
         drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
-        for index, (sequence, room, _) in enumerate(rooms):
+        for index, (sequence, room_left, _) in enumerate(rooms):
             limit = self.limit(sequence)
-            count = min(room, most, limit * self.num_branches)
+            count = min(room_left, most, limit * self.num_branches)
             if count > 0:
                 asked[index] = DraftRoom(sequence, count, min(limit, count))
                 most -= count
         if not asked or self._has_failed:
             return drafts
         try:
-            for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
-                drafts[index] = checked_draft(draft, asked[index].most, may_branch=self.num_branches > 1)
+            for index, draft in zip(asked, self._ask(tuple(asked.values())), strict=True):
+                room = asked[index]
+                drafts[index] = checked_draft(draft, room.most, self._vocab_size, may_branch=self.num_branches > 1)
         except Exception as error:
             self._give_up(error)
             return [Draft()] * len(rooms)
         return drafts
+
+    def _ask(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        """What the drafter guesses. Tokens that it appended to a sequence's own are removed, and it fails."""
+        lengths = [len(each.sequence.tokens) for each in rooms]
+        try:
+            return self._drafter.propose(rooms)
+        finally:
+            longer = [len(each.sequence.tokens) != length for each, length in zip(rooms, lengths, strict=True)]
+            if any(longer):
+                for each, length in zip(rooms, lengths, strict=True):
+                    del each.sequence.tokens[length:]
+                raise ValueError("expected a drafter that leaves a sequence's tokens alone, got one that adds some")
 
     def limit(self, sequence: SequenceState) -> int:
         """The number of tokens that may be guessed for a sequence now; in a tree, on each path."""
@@ -106,7 +124,10 @@ class AdaptiveDrafts:
         """A drafter that fails costs no request anything: the engine goes on without guesses."""
         if isinstance(error, DeviceFaultError | torch.AcceleratorError):
             raise error
+        if self._has_failed:
+            return
         self._has_failed = True
+        self._on_failure()
         logger.error("the drafter failed, and nothing is guessed any more: %s", error, exc_info=error)
         self._ledger.degrade(
             "speculative_config",
@@ -132,4 +153,7 @@ class AdaptiveDrafts:
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence."""
         self._drafting.pop(sequence, None)
-        self._drafter.forget(sequence)
+        try:
+            self._drafter.forget(sequence)
+        except Exception as error:
+            self._give_up(error)

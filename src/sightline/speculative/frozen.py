@@ -69,11 +69,13 @@ class FrozenDrafter(Drafter):
         return seen is not None and seen.num_computed == len(sequence.tokens) - 1
 
     def observe(self, step: ObservedStep) -> None:
-        for each in step.rows:
-            row, result = each.row, each.result
-            if result.tokens:
-                state = self._draft.fuse(each.kept(step.given_states)[-1:])
-                self._seen[row.sequence] = _Seen(state, result.seq_len)
+        rows = [each for each in step.rows if each.result.tokens]
+        if not rows:
+            return
+        # Copied, because a sequence keeps its last state, and a view would keep those of the whole step.
+        states = self._draft.fuse(torch.cat([each.kept(step.given_states)[-1:] for each in rows]))
+        for index, each in enumerate(rows):
+            self._seen[each.row.sequence] = _Seen(states[index : index + 1], each.result.seq_len)
 
     def forget(self, sequence: SequenceState) -> None:
         self._seen.pop(sequence, None)

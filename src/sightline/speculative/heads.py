@@ -193,10 +193,12 @@ class HeadDrafter(Drafter):
         outputs = steps.run([work for _, work in planned], None, torch.cat(given))
         made = torch.split(outputs.given_states, [len(work.tokens) for _, work in planned])
         is_last = depth == len(self._depths)
+        # Copied, because a sequence keeps its last state, and a view would keep those of the whole step.
+        ends = torch.cat([each[-1:] for each in made]) if is_last else outputs.given_states
         guesses = self._draft.choose(outputs.logits, [row.drawn(depth) for row, _ in planned if row.is_guessed_for])
         read = [] if is_last else guesses.tolist()
         place = 0
-        for (row, work), states in zip(planned, made, strict=True):
+        for index, ((row, work), states) in enumerate(zip(planned, made, strict=True)):
             steps.commit(row.table_row, max(work.context_len, row.num_right(depth)))
             row.given = _Span(work.context_len, states)
             if row.is_guessed_for:
@@ -206,7 +208,7 @@ class HeadDrafter(Drafter):
             if not is_last:
                 self._hold(depth, row)
             elif row.is_guessed_for:
-                self._ahead[row.sequence] = _Ahead(tuple(row.guesses), states[-1:], row.given.stop)
+                self._ahead[row.sequence] = _Ahead(tuple(row.guesses), ends[index : index + 1], row.given.stop)
         return [row for row, _ in planned]
 
     def _hold(self, depth: int, row: _Row) -> None:

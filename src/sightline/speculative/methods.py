@@ -102,6 +102,8 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
         most,
         max_step_tokens,
         context.ledger,
+        vocab_size=context.vocab_size,
         patience=PATIENCE[context.device],
         num_branches=config.num_branches,
+        on_failure=context.retire,
     )

@@ -86,6 +86,10 @@ class NetworkSteps:
         """Entries of a row that are known to be right."""
         return self._lengths.committed(row)
 
+    def launched(self, row: int) -> int:
+        """Entries of a row that there are, right or not."""
+        return self._lengths.launched(row)
+
     def commit(self, row: int, length: int) -> None:
         """Says that the first `length` entries of a row are right. Those behind them stay until `discard`."""
         self._lengths.commit(row, length)

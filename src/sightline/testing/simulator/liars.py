@@ -63,9 +63,22 @@ class LyingDrafts(AdaptiveDrafts):
     """Adapts to lies or, if the scene says so, guesses as much as it may however often it was wrong."""
 
     def __init__(
-        self, drafter: Drafter, drafting: Drafting, max_step_tokens: int, page_size: int, counts: EventCounts
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        max_step_tokens: int,
+        vocab_size: int,
+        page_size: int,
+        counts: EventCounts,
     ) -> None:
-        super().__init__(drafter, drafting.most, max_step_tokens, Ledger(), num_branches=drafting.num_branches)
+        super().__init__(
+            drafter,
+            drafting.most,
+            max_step_tokens,
+            Ledger(),
+            vocab_size=vocab_size,
+            num_branches=drafting.num_branches,
+        )
         self._drafting_scene = drafting
         self._page_size = page_size
         self._counts = counts

@@ -107,7 +107,9 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
     drafts = None
     if scene.drafting is not None:
         drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
-        drafts = LyingDrafts(drafter, scene.drafting, scene.max_step_tokens, scene.page_size, counts)
+        drafts = LyingDrafts(
+            drafter, scene.drafting, scene.max_step_tokens, definition.vocab_size, scene.page_size, counts
+        )
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
     return Stage(scene, engine, faults, tuple(allocators))
 
