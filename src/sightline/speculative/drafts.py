@@ -58,9 +58,9 @@ class AdaptiveDrafts:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
         Guesses must be tokens below `vocab_size`. If the drafter fails, the ledger is told, `on_failure` is called
-        once, and nothing is guessed any more. `patience` is the number of drafts in a row that may have no right token before
-        a sequence rests; if it is above 0, drafts do not shrink. With several branches, drafts may be trees with up to
-        `most` tokens for each branch.
+        once, and nothing is guessed any more. `patience` is the number of drafts in a row that may have no right token
+        before a sequence rests; if it is above 0, drafts do not shrink. With several branches, drafts may be trees with
+        up to `most` tokens for each branch.
         """
         self.max_step_tokens = max_step_tokens
         self.num_branches = num_branches
