@@ -93,6 +93,8 @@ def write_to_a_shared_tail(patch: pytest.MonkeyPatch) -> None:
         sequence.num_computed = computed
 
     patch.setattr(Supply, "publish", too_much)
+    # What the store has committed would limit it otherwise.
+    patch.setattr(Supply, "_num_shared", lambda _, sequence: sequence.num_computed)
 
 
 def reuse_a_row_as_it_was(patch: pytest.MonkeyPatch) -> None:
