@@ -103,10 +103,16 @@ def test_what_a_step_has_room_for_is_shared_in_the_order_of_its_rows() -> None:
 
 
 def test_more_guesses_than_a_step_takes_are_told() -> None:
-    for asked, subjects in ((7, []), (8, ["num_speculative_tokens"])):
+    for asked, device, told in (
+        (7, DeviceKind.CPU, ""),
+        (8, DeviceKind.CPU, "at most 7 tokens are guessed at once, not 8"),
+        (7, DeviceKind.CUDA, ""),
+        (8, DeviceKind.CUDA, "steps with more than 7 guesses in a row run eagerly"),
+    ):
         ledger = Ledger()
-        make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger, VOCAB))
-        assert [each.subject for each in ledger.degradations] == subjects
+        make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), device, ledger, VOCAB))
+        assert [each.subject for each in ledger.degradations] == (["num_speculative_tokens"] if told else [])
+        assert told in "".join(map(str, ledger.degradations))
 
 
 class Branching(Drafter):

@@ -20,6 +20,7 @@ from sightline.models.contract import NO_TAPS, Taps
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_model
+from sightline.runner.graphs import MAX_NEW_TOKENS
 from sightline.speculative.draft_model import DRAFT_MODEL
 from sightline.speculative.drafter import DrafterContext, DrafterKind, DraftTarget
 from sightline.speculative.drafts import AdaptiveDrafts
@@ -96,6 +97,12 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
             f"at most {max_step_tokens - 1} tokens are guessed at once, not {most}: a larger step on this device costs "
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
+        )
+    elif context.device is DeviceKind.CUDA and most >= MAX_NEW_TOKENS:
+        context.ledger.degrade(
+            "num_speculative_tokens",
+            f"steps with more than {MAX_NEW_TOKENS - 1} guesses in a row run eagerly: longer ones are not captured",
+            f"ask for {MAX_NEW_TOKENS - 1} or fewer",
         )
     return AdaptiveDrafts(
         kind.make(context),
