@@ -1,11 +1,12 @@
-"""Page orders of rows within a pool, for tests and benchmarks."""
+"""Orders of pages and of state slots, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import random
 from enum import Enum
 
-from sightline.cache.pools import CacheStore, Pool
+from sightline.cache.pools import Pool
+from sightline.cache.store import CacheStore
 
 
 class Layout(Enum):
@@ -20,17 +21,18 @@ class Layout(Enum):
 
 
 def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7, passed_over: int = 0) -> None:
-    """Makes every pool hand out its free pages in that order; the first `passed_over` pages in order come last."""
+    """Makes every pool hand out its free pages, and every table of states its slots, in that order; the first
+    `passed_over` in order come last."""
     order = random.Random(seed)
-    for pool in store.pools:
-        pages = sorted(pool.allocator.allocate(pool.allocator.num_free))
+    for allocator in (*[pool.allocator for pool in store.pools], *store.state_allocators):
+        pages = sorted(allocator.allocate(allocator.num_free))
         if layout is Layout.SHUFFLED:
             order.shuffle(pages)
         elif layout is Layout.DESCENDING:
             pages.reverse()
         else:
             pages = pages[passed_over:] + pages[:passed_over]
-        pool.allocator.release(pages)
+        allocator.release(pages)
 
 
 def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:

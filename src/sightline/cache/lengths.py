@@ -16,8 +16,10 @@ from collections.abc import Sequence, Set
 from operator import add
 from typing import TypeAlias
 
+from sightline.cache.states import STATES, StateTable
 from sightline.core.batch import CAUSAL, Batch, BatchId, MaskKind
 from sightline.core.errors import BatchError
+from sightline.core.interruption import uninterrupted
 from sightline.core.lengths import picked
 
 _Launch: TypeAlias = tuple[BatchId, int, int, int]
@@ -36,7 +38,9 @@ _LAUNCHES_KEPT = 32
 class RowLengths:
     """The committed length of every page-table row of a store, and the launches behind it."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, states: StateTable | None = None) -> None:
+        """`states` are the recurrent states of the rows, which go with the lengths; None if the network has none."""
+        self.states = states
         self._committed = [0] * (num_rows + 1)
         self._launches: list[list[_Launch]] = [[] for _ in range(num_rows + 1)]
         """The launches of each row, in order: each starts where the one before it stops, or repeats it.
@@ -106,6 +110,10 @@ class RowLengths:
         for row, start, stop in zip(batch.rows[: len(batch.work)], starts, stops, strict=False):
             launches[row].append((batch_id, start, stop, lane))
             launched[row] = stop
+        if self.states is not None and STATES in batch.pools:
+            with uninterrupted():
+                for row, start, stop in zip(batch.rows[: len(batch.work)], starts, stops, strict=False):
+                    self.states.launch(row, start, stop)
 
     def advance(self, row: int, length: int) -> None:
         """Records that a step writing a row's entries up to `length` is running, for callers that run rows without a
@@ -127,6 +135,9 @@ class RowLengths:
             # Nothing is missing where the batch wrote only candidates.
             launches[:] = [launch for launch in launches if launch[0] != batch.batch_id or launch[1] < launch[2]]
             self._drop(row, self._failed.get(row, frozenset()) | {batch.batch_id})
+            if self.states is not None:
+                with uninterrupted():
+                    self.states.unlaunch(row, self._launched[row])
 
     def commit(self, row: int, length: int) -> None:
         """Records that the first `length` entries of a row exist. Idempotent."""
@@ -136,6 +147,8 @@ class RowLengths:
             raise BatchError("committed length", None, f"at most {self._launched[row]}, as was launched", length)
         if row in self._failed and length > (missing := self._missing_from(row)):
             raise BatchError("committed length", None, f"at most {missing}: the step that writes more failed", length)
+        if self.states is not None:
+            self.states.commit(row, length)
         self._committed[row] = length
 
     def settle(self, row: int, launched: int) -> None:
@@ -147,6 +160,8 @@ class RowLengths:
             (batch_id, start, min(stop, launched), lane) for batch_id, start, stop, lane in launches if start < launched
         ]
         self._drop(row, self._failed.get(row, frozenset()))
+        if self.states is not None:
+            self.states.settle(row, self._launched[row])
 
     def settle_all(self, rows: Sequence[int], launched: Sequence[int]) -> None:
         """Does as `settle` for every row."""
@@ -154,6 +169,8 @@ class RowLengths:
         if picked(self._launched, rows) == lengths == picked(self._committed, rows):
             for row in rows:
                 self._launches[row].clear()
+                if self.states is not None:
+                    self.states.settle(row, self._launched[row])
         else:
             for row, length in zip(rows, lengths, strict=True):
                 self.settle(row, length)
@@ -178,6 +195,8 @@ class RowLengths:
         self._committed[row] = self._launched[row] = length
         self._launches[row].clear()
         self._failed.pop(row, None)
+        if self.states is not None:
+            self.states.fill(row, length)
 
     def _spans(self, batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
         """The first entry that each row writes, and the entry after its last.

@@ -70,6 +70,15 @@ class PageAllocator:
             self._generations[page] = generation
         return pages
 
+    def allocate_one(self) -> int:
+        """Does as `allocate` for a single page, in a fraction of the time."""
+        if not self._free:
+            raise OutOfPages(f"expected 1 free page, got 0 of {self.num_usable}")
+        page = self._free.pop()
+        self._owners[page] = 1
+        self._generations[page] = next(_generations)
+        return page
+
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to pages that already have one."""
         pages = tuple(pages)
@@ -88,6 +97,16 @@ class PageAllocator:
                 freed.append(page)
         self._free.extend(reversed(freed))
         return tuple(freed)
+
+    def release_one(self, page: int) -> bool:
+        """Does as `release` for a single page; True if it became free."""
+        if not PADDING_PAGES <= page < self._num_pages or not self._owners[page]:
+            self._require_owned((page,), leaving=True)
+        self._owners[page] -= 1
+        if self._owners[page]:
+            return False
+        self._free.append(page)
+        return True
 
     def _require_owned(self, pages: tuple[int, ...], *, leaving: bool) -> None:
         named = Counter(pages) if len(pages) > 1 else dict.fromkeys(pages, 1)

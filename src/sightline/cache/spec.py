@@ -73,8 +73,28 @@ class PoolSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What a layer group keeps of a whole sequence, whatever its length."""
+
+    planes: tuple[PlaneSpec, ...]
+    """Shapes are those of one sequence in one layer. Empty: the group keeps entries per token only."""
+    num_layers: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of one sequence's state, over all planes and layers."""
+        return self.num_layers * sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.planes)
+
+
+NO_STATES = StateSpec((), 0)
+
+
+@dataclass(frozen=True)
 class GroupCacheSpec:
-    """The pools of one layer group."""
+    """What one layer group caches."""
 
     group: str
     pools: tuple[PoolSpec, ...]
+    states: StateSpec = NO_STATES
+    on_host: bool = False
+    """Keeps the entries in host memory."""

@@ -18,11 +18,16 @@ from sightline.core.lengths import picked
 _table_ids = itertools.count(1)
 
 
+def next_table_id() -> int:
+    """An identity that no other table of this process has."""
+    return next(_table_ids)
+
+
 class PageTable:
     """Rows of page numbers. Row 0 is the padding row: it holds the padding page and never changes."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
-        self.table_id = next(_table_ids)
+        self.table_id = next_table_id()
         self.num_rows = num_rows
         self.max_pages = max_pages
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)

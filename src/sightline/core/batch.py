@@ -106,6 +106,8 @@ class RowWork:
     """Positions of a tree's tokens. Tokens of other rows directly follow the context."""
     unread: int | None = None
     """Where the new token after `tokens` is in the batch's `chosen`, if a step in flight chooses it."""
+    num_candidates: int = 1
+    """How many of its last tokens may turn out to be the last one that is kept: more than 1 if they are guesses."""
 
 
 @dataclass(eq=False, slots=True)
@@ -123,11 +125,13 @@ class StepWork:
     masks: Sequence[RowMask]
     positions: Sequence[Sequence[int] | None]
     unread: Sequence[int | None]
+    num_candidates: Sequence[int]
     query_lens: tuple[int, ...] = field(init=False)
     """New tokens of each row, those that the host does not know included."""
 
     def __post_init__(self) -> None:
-        facts = (self.table_rows, self.context_lens, self.num_logits, self.masks, self.positions, self.unread)
+        others = (self.positions, self.unread, self.num_candidates)
+        facts = (self.table_rows, self.context_lens, self.num_logits, self.masks, *others)
         lens = tuple(map(len, self.tokens))
         if set(map(len, facts)) != {len(lens)}:
             sizes = [len(lens), *map(len, facts)]
@@ -141,10 +145,19 @@ class StepWork:
     @staticmethod
     def of(rows: Iterable[RowWork]) -> StepWork:
         columns = [
-            (row.table_row, row.tokens, row.context_len, row.num_logits, row.mask, row.positions, row.unread)
+            (
+                row.table_row,
+                row.tokens,
+                row.context_len,
+                row.num_logits,
+                row.mask,
+                row.positions,
+                row.unread,
+                row.num_candidates,
+            )
             for row in rows
         ]
-        return StepWork(*zip(*columns, strict=True)) if columns else StepWork((), (), (), (), (), (), ())
+        return StepWork(*zip(*columns, strict=True)) if columns else StepWork((), (), (), (), (), (), (), ())
 
     def __len__(self) -> int:
         return len(self.table_rows)
@@ -152,7 +165,8 @@ class StepWork:
     def row(self, index: int) -> RowWork:
         table_row, tokens, mask = self.table_rows[index], self.tokens[index], self.masks[index]
         context_len, num_logits = self.context_lens[index], self.num_logits[index]
-        return RowWork(table_row, tokens, context_len, num_logits, mask, self.positions[index], self.unread[index])
+        others = (self.positions[index], self.unread[index], self.num_candidates[index])
+        return RowWork(table_row, tokens, context_len, num_logits, mask, *others)
 
     def take(self, indices: Iterable[int]) -> StepWork:
         """The work of some rows, in this order."""
@@ -230,11 +244,15 @@ class Batch:
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
             check_unread(continued, self.chosen, self.awaited)
+        reads = [source.slots_to_read(rows, context_lens) for source in self.sources]
         slots = [_write_slots(work, source) for source in self.sources]
+        states = [each for each in reads if each is not None]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
         per_token = [facts.tokens, facts.positions, *continued]
-        on_device = memory.put([*per_token, query_lens, context_lens, rows, facts.logit_places, *slots], self.device)
+        on_device = memory.put(
+            [*per_token, query_lens, context_lens, rows, facts.logit_places, *slots, *states], self.device
+        )
         if facts.unread and self.chosen is not None:
             put_chosen(on_device[0], continued, on_device[2:4], self.chosen)
         empty = (0,) * padding
@@ -249,10 +267,7 @@ class Batch:
             masks=(*work.masks, *(CAUSAL,) * padding),
             rows=padded_rows,
             table_rows=on_device[6],
-            pools={
-                source.key: PoolRows(source.table_id, source.versions(padded_rows), write_slots)
-                for source, write_slots in zip(self.sources, on_device[8:], strict=True)
-            },
+            pools=self._pool_rows(padded_rows, on_device[8:], slots, reads),
             logit_indices=on_device[7],
             logit_rows=facts.logit_rows,
             logit_places=facts.logit_places,
@@ -260,6 +275,25 @@ class Batch:
             tenant=memory.tenant,
             batch_id=_next_batch_id(),
         )
+
+    def _pool_rows(
+        self,
+        rows: tuple[int, ...],
+        on_device: Sequence[Tensor],
+        slots: Sequence[Sequence[int]],
+        reads: Sequence[Sequence[int] | None],
+    ) -> dict[str, PoolRows]:
+        """The rows in each pool. `on_device` has the slots that each pool writes, then those that states are read
+        from."""
+        left, pools = iter(on_device[len(slots) :]), dict[str, PoolRows]()
+        for source, written, kept, read in zip(self.sources, on_device, slots, reads, strict=False):
+            versions = source.versions(rows)
+            if read is None:
+                pools[source.key] = PoolRows(source.table_id, versions, written)
+            else:
+                padding = (PADDING_SLOT,) * (written.shape[0] - len(kept))
+                pools[source.key] = PoolRows(source.table_id, versions, written, next(left), (*kept, *padding))
+        return pools
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -322,11 +356,6 @@ class Batch:
                 f"expected padding to at least {self.num_rows} rows and {self.num_tokens} tokens, "
                 f"got {num_rows} and {num_tokens}"
             )
-        unused = (0,) * extra_rows
-        pools = {
-            key: PoolRows(pool.table_id, pool.versions + unused, extend(pool.write_slots, extra_tokens, PADDING_SLOT))
-            for key, pool in self.pools.items()
-        }
         tokens = extend(self.tokens, extra_tokens, 0)
         return self._with(
             late=self.late.over(tokens),
@@ -337,7 +366,7 @@ class Batch:
             masks=self.masks + (CAUSAL,) * extra_rows,
             rows=self.rows + (PADDING_ROW,) * extra_rows,
             table_rows=extend(self.table_rows, extra_rows, PADDING_ROW),
-            pools=pools,
+            pools={key: pool.padded(extra_rows, extra_tokens, PADDING_SLOT) for key, pool in self.pools.items()},
             memory=BatchMemory(),
         )
 
@@ -356,7 +385,7 @@ class Batch:
         for token, row in zip(self.logit_places, self.logit_rows, strict=True):
             if row in wanted:
                 wanted[row].append(new_token[token])
-        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        index, row_index = (torch.tensor(list(each), dtype=torch.int64, device=self.device) for each in (kept, rows))
         tokens, logit_indices = self.tokens[index], [token for row in rows for token in wanted[row]]
         return self._with(
             work=self.work.take(row for row in rows if row < len(self.work)),
@@ -367,11 +396,8 @@ class Batch:
             context_lens=take_lengths(self.context_lens, rows),
             masks=tuple(self.masks[row] for row in rows),
             rows=tuple(self.rows[row] for row in rows),
-            table_rows=self.table_rows[torch.tensor(list(rows), dtype=torch.int64, device=self.device)],
-            pools={
-                key: PoolRows(pool.table_id, tuple(pool.versions[row] for row in rows), pool.write_slots[index])
-                for key, pool in self.pools.items()
-            },
+            table_rows=self.table_rows[row_index],
+            pools={key: pool.taken(rows, row_index, kept, index) for key, pool in self.pools.items()},
             logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=self.device),
             logit_rows=tuple(new for new, row in enumerate(rows) for _ in wanted[row]),
             logit_places=tuple(logit_indices),
@@ -400,10 +426,7 @@ class Batch:
             masks=self.masks[rows],
             rows=self.rows[rows],
             table_rows=self.table_rows[rows],
-            pools={
-                key: PoolRows(pool.table_id, pool.versions[rows], pool.write_slots[tokens])
-                for key, pool in self.pools.items()
-            },
+            pools={key: pool.part(rows, tokens) for key, pool in self.pools.items()},
             logit_indices=self.logit_indices[:0],
             logit_rows=(),
             logit_places=(),
@@ -453,9 +476,7 @@ class Batch:
         if sizes != expected or self.pools.keys() != memory.pools.keys():
             raise BatchError("sizes", None, f"{expected} rows and tokens over the same pools", sizes)
         memory.memory.tenant += 1
-        pools = {}
-        for key, rows in self.pools.items():
-            pools[key] = PoolRows(rows.table_id, rows.versions, memory.pools[key].write_slots.copy_(rows.write_slots))
+        pools = {key: rows.placed_in(memory.pools[key]) for key, rows in self.pools.items()}
         return self._with(
             late=self.late.over(memory.tokens),
             tokens=memory.tokens.copy_(self.tokens),
@@ -470,8 +491,8 @@ class Batch:
 
 def _write_slots(work: StepWork, source: PoolPages) -> Sequence[int]:
     """The slot of each new token's entry, row after row."""
-    counts = work.query_lens
+    facts = (work.table_rows, work.context_lens, work.query_lens, work.num_candidates)
     if CONTEXT not in work.masks:
-        return source.slots_to_write(work.table_rows, work.context_lens, counts)
+        return source.slots_to_write(*facts)
     kept = [mask is not CONTEXT for mask in work.masks]
-    return slots_of_kept(source, work.table_rows, work.context_lens, counts, kept, PADDING_SLOT)
+    return slots_of_kept(source, *facts, kept, PADDING_SLOT)

@@ -27,7 +27,7 @@ class BatchMemory:
         return moved(columns, device)
 
     def num_padding(self, num_rows: int) -> int:
-        """Padding rows of a batch of so many rows."""
+        """The number of padding rows of a batch of `num_rows` rows."""
         del num_rows
         return 0
 
@@ -56,19 +56,19 @@ class StepShape:
 class StaticMemory(BatchMemory):
     """Tensors at fixed addresses, for one batch of the shape at a time."""
 
-    def __init__(self, shape: StepShape, num_pools: int, device: torch.device, ring: StagingRing) -> None:
-        """`ring` must have buffers of `num_numbers(shape, num_pools)`."""
+    def __init__(self, shape: StepShape, num_slot_columns: int, device: torch.device, ring: StagingRing) -> None:
+        """`ring` must have buffers of `num_numbers(shape, num_slot_columns)`."""
         super().__init__()
         self.shape = shape
         self.device = device
         self._ring = ring
-        self._block = torch.zeros(self.num_numbers(shape, num_pools), dtype=torch.int64, device=device)
+        self._block = torch.zeros(self.num_numbers(shape, num_slot_columns), dtype=torch.int64, device=device)
         self._views = self._block.view(-1, shape.size).unbind()
 
     @staticmethod
-    def num_numbers(shape: StepShape, num_pools: int) -> int:
+    def num_numbers(shape: StepShape, num_slot_columns: int) -> int:
         """Numbers that a batch of the shape consists of."""
-        return _num_columns(num_pools) * shape.size
+        return _num_columns(num_slot_columns) * shape.size
 
     def put(self, columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
         """Overwrites the tensors. Padding is 0 everywhere: no length, the padding row, the padding slot."""
@@ -91,7 +91,7 @@ class StaticMemory(BatchMemory):
         return (bound,) * self.shape.size
 
 
-def _num_columns(num_pools: int) -> int:
+def _num_columns(num_slot_columns: int) -> int:
     """Tokens, positions, places and sources of tokens that steps in flight choose, query lengths, context lengths,
-    table rows, logit indices, and write slots of each pool."""
-    return 8 + num_pools
+    table rows, logit indices, and the slots that are written in each pool and read in those of states."""
+    return 8 + num_slot_columns

@@ -12,7 +12,7 @@ from sightline.core.settings import stated
 WITHOUT_ATTENTION = (
     *("model", "max_queued_requests", "tensor_parallel_size", "async_scheduling", "require_proof", "seed"),
     *("chat_template", "skip_tokenizer_init", "skip_weight_check", "max_step_ms", "strict", "paranoid"),
-    *("layer_kernels", "cuda_graph_sizes", "enforce_eager", "speculative_config"),
+    *("layer_kernels", "cuda_graph_sizes", "enforce_eager", "speculative_config", "host_cache_gib"),
 )
 """Settings that change nothing that is asked of attention, and the model, which is always named."""
 

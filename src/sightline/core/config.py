@@ -11,6 +11,7 @@ from enum import Enum
 
 from sightline.core import speculation_words
 from sightline.core.errors import ConfigError
+from sightline.core.hisparse import read_hisparse
 from sightline.core.request import SamplingParams
 from sightline.core.settings import alias, check_settings, keywords, setting, stated
 from sightline.core.speculation import read_speculation
@@ -66,7 +67,9 @@ class KeptSettings:
     """Settings that arrive in the engine as the user gives them."""
 
     attention_backend: str | None = setting(
-        None, "Attention backend, or one for each kind of layer: torch,torch-latent."
+        None,
+        "Attention backend, or one for each kind of layer: torch,torch-recurrent. A kind that none of them serves gets "
+        "the one that is chosen without it.",
     )
     prefill_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of many new tokens.")
     decode_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of one new token.")
@@ -124,6 +127,13 @@ class EngineConfig(KeptSettings):
         None, "Tokens in a cache page; without it {} on a CPU, {} on a GPU.".format(*PAGE_SIZES.values()), low=1
     )
     cache_tokens: int | None = setting(None, "Tokens that the cache holds; sized from free memory without it.", low=1)
+    max_state_checkpoints: int | None = setting(
+        None,
+        "Recurrent states that are kept for requests that begin alike, in models with such layers; sized from free "
+        "memory without it.",
+        low=0,
+        only_generates=True,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "Dtype of the cache: auto is that of the engine, fp8 is e4m3 with the checkpoint's scales.",
@@ -139,6 +149,25 @@ class EngineConfig(KeptSettings):
     )
     prefix_caching: bool | None = setting(
         None, "Keep computed prompts and answers for requests that begin alike; without it, only to generate."
+    )
+    host_cache_gib: float = setting(
+        0.0,
+        "GiB of host memory that keep pages of the prefix cache when the cache has no room for them, for requests that "
+        "begin alike; pinned on a GPU. 0 is none. Needs prefix_caching.",
+        low=0,
+        high=65_536,
+    )
+    enable_hisparse: bool = setting(
+        False,
+        "Keep the entries of layers that attend to chosen tokens in host memory, and hot ones of each sequence on the "
+        "device: the cache holds longer and more texts.",
+        only_generates=True,
+    )
+    hisparse_config: str | Mapping[str, object] | None = setting(
+        None,
+        'Sizes for enable_hisparse, as JSON: {"device_buffer_size": 4096, "host_to_device_ratio": 2}; its fields are '
+        "below.",
+        only_generates=True,
     )
     cuda_graph_sizes: str | None = setting(
         None,
@@ -193,6 +222,12 @@ class EngineConfig(KeptSettings):
                 "expected speculative_config or async_scheduling, got both: tokens are guessed from those before them, "
                 "which must have been read; leave one out"
             )
+        read_hisparse(self.enable_hisparse, self.hisparse_config)
+        if self.enable_hisparse and self.host_cache_gib:
+            raise ConfigError(
+                "expected enable_hisparse or host_cache_gib, got both: entries that are in host memory already need no "
+                "tier below them; raise host_to_device_ratio in hisparse_config instead"
+            )
         if self.enforce_eager and self.cuda_graph_sizes is not None:
             raise ConfigError("expected cuda_graph_sizes or enforce_eager, got both; leave one out")
         if self.skip_tokenizer_init and self.chat_template is not None:
@@ -220,6 +255,8 @@ class EngineKeywords(EngineConfig):
     mem_fraction_static: float | None = alias("memory_fraction")
     enable_prefix_caching: bool | None = alias("prefix_caching")
     disable_radix_cache: bool | None = alias("prefix_caching", is_negated=True)
+    kv_offloading_size: float | None = alias("host_cache_gib")
+    hicache_size: float | None = alias("host_cache_gib")
     disable_overlap_schedule: bool | None = alias("async_scheduling", is_negated=True)
     cudagraph_capture_sizes: str | None = alias("cuda_graph_sizes")
     cuda_graph_bs: str | None = alias("cuda_graph_sizes")

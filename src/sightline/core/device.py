@@ -36,10 +36,32 @@ class Device:
     """CUDA's (major, minor); None on a CPU."""
 
 
+WITHOUT_BACKENDS = {
+    "npu": "an Ascend NPU",
+    "hip": "an AMD GPU",
+    "rocm": "an AMD GPU",
+    "musa": "a Moore Threads GPU",
+}
+"""Devices that torch can have and that no attention backend serves (ADR 53), under the names that users ask for."""
+
+
+def has_cuda() -> bool:
+    """True if torch has an NVIDIA GPU. A build for ROCm also says that CUDA is available."""
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
 def detect_device(requested: str) -> Device:
-    """Resolves `--device`: auto is a GPU that torch can use, if there is one. Raises `ConfigError` if it is missing."""
+    """Resolves `--device`: auto is an NVIDIA GPU, if there is one, otherwise the CPU.
+
+    Raises `ConfigError` if the device is missing, or if it is one that no backend serves: auto never passes over it.
+    """
+    name = requested.partition(":")[0].lower()
+    if name in WITHOUT_BACKENDS:
+        raise _no_backends(f"got {requested!r}, {WITHOUT_BACKENDS[name]}")
+    if requested in ("auto", "cuda"):
+        _refuse_others(requested)
     if requested == "auto":
-        requested = "cuda" if torch.cuda.is_available() else "cpu"
+        requested = "cuda" if has_cuda() else "cpu"
     if requested == "cpu":
         return Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
     if requested == "cuda":
@@ -56,6 +78,24 @@ def detect_device(requested: str) -> Device:
             torch.cuda.get_device_capability(index),
         )
     raise ConfigError(f"expected --device auto, cpu or cuda, got {requested!r}")
+
+
+def _refuse_others(requested: str) -> None:
+    """Raises if the accelerator that torch would use is one that no backend serves."""
+    if torch.cuda.is_available() and torch.version.hip is not None:
+        # Some of its compute capabilities are those of NVIDIA GPUs: a gfx90a says (9, 0), as Hopper does.
+        raise _no_backends(f"got {requested!r} with torch for ROCm {torch.version.hip}, {WITHOUT_BACKENDS['hip']}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in WITHOUT_BACKENDS:
+        raise _no_backends(f"got {requested!r} with torch for {WITHOUT_BACKENDS[accelerator.type]}")
+
+
+def _no_backends(got: str) -> ConfigError:
+    return ConfigError(
+        f"expected --device auto, cpu or cuda, with an NVIDIA GPU or none, {got}, for which there is no attention "
+        "backend; use --device cpu (docs/adr/0053-nothing-is-claimed-for-devices-that-nobody-here-has.md says what a "
+        "backend would need)"
+    )
 
 
 def lacks_products(device: Device, dtype: torch.dtype) -> bool:

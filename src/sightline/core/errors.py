@@ -39,7 +39,7 @@ class NoBackendError(ConfigError):
 
 
 class ModelError(SightlineError):
-    """What is on disk cannot be run faithfully."""
+    """A model's files cannot be run faithfully."""
 
 
 class CheckpointError(ModelError):
@@ -55,7 +55,7 @@ class RequestError(SightlineError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may; the same one can be sent again later."""
+    """The queue is full. The same request can be sent again later."""
 
 
 class PlanError(SightlineError):
@@ -80,7 +80,7 @@ class UnplannedBatchError(PlanError, TypeError):
 
 
 class StalePlanError(PlanError):
-    """What a plan or its batch was made from has changed since."""
+    """A plan is out of date: something that it or its batch was made from has changed."""
 
     def __init__(self, changes: Sequence[str], remedy: str) -> None:
         self.changes = tuple(changes)

@@ -12,7 +12,7 @@ The reserve is for captured graphs, for logits and drawing tokens from them, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sightline.core.device import DeviceKind, DeviceMemory
@@ -69,6 +69,10 @@ class MemoryBudget:
         """What is kept beside weights, scratch memory and cache."""
         return self.kernel_bytes + self.output_bytes + self.graph_bytes
 
+    def without(self, num_bytes: int) -> MemoryBudget:
+        """The budget with less memory for the cache."""
+        return replace(self, room_bytes=self.room_bytes - num_bytes, cache_bytes=self.cache_bytes - num_bytes)
+
     def __str__(self) -> str:
         return (
             f"{gibibytes(self.start.free_bytes)} free of {gibibytes(self.start.total_bytes)}, of which the process may "
@@ -79,7 +83,7 @@ class MemoryBudget:
 
 
 def drawing_bytes(num_rows: int, vocab_size: int) -> int:
-    """What drawing tokens for so many rows takes on a card at most; 0 without a vocabulary."""
+    """The most card memory that drawing tokens for `num_rows` rows takes; 0 without a vocabulary."""
     if not vocab_size:
         return 0
     rows_at_once = min(num_rows, max(1, SAMPLED_LOGITS // vocab_size))
@@ -123,6 +127,10 @@ class MemoryTaken:
     cache: int
     scratch: int
     graphs: int
+    host_cache: int = 0
+    """What the host cache takes of the host's memory, not of the card."""
+    host_entries: int = 0
+    """What the entries of sparse layers take of the host's memory, if only hot ones are on the card (HiSparse)."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,10 @@ class MemoryLedger:
             ("used, by the driver", "", gibibytes(self.total)),
             ("held by the process", gibibytes(self.budget.allowed_bytes), gibibytes(self.held)),
         ]
+        if self.taken.host_cache:
+            rows.append(("host cache, pinned on the host", "", gibibytes(self.taken.host_cache)))
+        if self.taken.host_entries:
+            rows.append(("entries, pinned on the host", "", gibibytes(self.taken.host_entries)))
         heading = ("", "reserved", "held")
         return [f"memory: {name:<28}{reserved:>12}{held:>12}" for name, reserved, held in [heading, *rows]]
 

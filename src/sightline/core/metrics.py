@@ -82,10 +82,12 @@ class EngineMetrics:
     """Paused because their clients read too slowly; they hold no row and no page."""
     kv_cache_usage_perc: float
     """Share of usable pages held by running sequences, 0 to 1. Pages that are only cached count as free."""
+    state_checkpoints: int
+    """Recurrent states that are kept for sequences that begin alike."""
     prefix_cache_queries: int
     """Prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Prompt tokens that were found there."""
+    """Prompt tokens that were found there, in any tier."""
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
@@ -123,3 +125,25 @@ class EngineMetrics:
     spec_decode_num_accepted_tokens_per_pos: tuple[int, ...]
     """Guessed tokens that were right by their position, one for each of `num_speculative_tokens`; empty if nothing is
     guessed."""
+    prefix_cache_host_hits: int = 0
+    """The part of `prefix_cache_hits` that came back from host memory."""
+    host_cache_blocks: int = 0
+    """Pages that host memory holds."""
+    host_cache_usage_perc: float = 0.0
+    """Share of the host cache that holds pages, 0 to 1."""
+    host_cache_bytes: int = 0
+    """Host memory that the host cache takes."""
+    host_cache_offloads: int = 0
+    """Pages that were copied to host memory, or were there when they were evicted."""
+    host_cache_returns: int = 0
+    """Pages that came back."""
+    host_cache_failures: int = 0
+    """Pages that could not be copied, in either direction."""
+    hisparse_lookups: int = 0
+    """Chosen entries of contexts in host memory, those of the last steps perhaps missing."""
+    hisparse_misses: int = 0
+    """Entries among `hisparse_lookups` that were not hot, and were copied from the host."""
+    hisparse_host_bytes: int = 0
+    """Host memory that entries take."""
+    hisparse_device_bytes: int = 0
+    """Device memory that hot entries take."""

@@ -242,7 +242,7 @@ class EffectiveParams:
 
     @property
     def drawing(self) -> EffectiveParams:
-        """These parameters without what depends on tokens or text: how a token is drawn from unadjusted logits."""
+        """The parameters for drawing from unadjusted logits, without those that depend on tokens or text."""
         return EffectiveParams(
             temperature=self.temperature,
             top_p=self.top_p,

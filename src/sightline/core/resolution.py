@@ -25,12 +25,14 @@ from sightline.core.config import (
     Quantization,
     Task,
 )
-from sightline.core.device import Device, DeviceKind, device_memory, lacks_products
+from sightline.core.device import Device, DeviceKind, available_bytes, detect_device, device_memory, lacks_products
 from sightline.core.errors import ConfigError
+from sightline.core.hot_memory import NO_PAGES, ChosenFacts, LongestRow, PageShape, size_cache
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
 from sightline.core.settings import stated
 from sightline.core.speculation import Speculation, read_speculation
+from sightline.core.state_memory import NO_STATES_KEPT, StateSizes, share_states
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
@@ -59,18 +61,31 @@ class ModelFacts:
     """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
     """Sum over all layers and pools."""
+    scale_bytes_per_token: int = 0
+    """What a cache of 8-bit floats has beside its elements, over all layers and pools: the scales of entries that have
+    one each."""
     packed_elements: int = 0
     """The part of `weight_elements` that Triton's kernels keep packed: experts."""
     packed_bytes: int = 0
     """The size of the packed elements."""
     vocab_size: int = 0
     """The logits of a token."""
+    state_bytes: int = 0
+    """The recurrent state of a sequence, whatever its length; 0 if no layer has one."""
+    chosen: ChosenFacts = ChosenFacts()  # noqa: RUF009 - frozen
+    """What is kept for layers that attend to chosen entries."""
     takes_texts_whole: bool = False
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
 
     def with_drafter(self, drafter: ModelFacts, *, shares_weights: bool) -> ModelFacts:
         """The facts of an engine that keeps a drafter too; `shares_weights` if these have counted its weights."""
-        both = replace(self, cache_elements_per_token=self.cache_elements_per_token + drafter.cache_elements_per_token)
+        elements = self.cache_elements_per_token + drafter.cache_elements_per_token
+        both = replace(
+            self,
+            cache_elements_per_token=elements,
+            scale_bytes_per_token=self.scale_bytes_per_token + drafter.scale_bytes_per_token,
+            chosen=self.chosen + drafter.chosen,
+        )
         if shares_weights:
             return both
         return replace(
@@ -103,9 +118,18 @@ class ResolvedConfig(KeptSettings):
     page_size: int
     num_pages: int
     """Pages of each pool, including the padding page; 0 if nothing is cached."""
+    states_per_row: int = 0
+    """Recurrent states that a row may need at once; 0 if no layer has one."""
+    max_checkpoints: int = 0
+    """Recurrent states that are kept for others beside those."""
     scratch_bytes: int
     """Maximum bytes that backends may lease."""
     prefix_caching: bool
+    host_cache_bytes: int = 0
+    """Host memory for pages that the prefix cache evicts; 0 if they are lost."""
+    hot_buffer_size: int = 0
+    """Hot entries of each row and layer on the device, if those that indexers choose from are in host memory; else
+    0."""
     max_queued: int
     """Sequences that may wait."""
     async_scheduling: bool = False
@@ -148,17 +172,26 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
-    weight_bytes = facts.weight_bytes(dtype, layer_kernels)
-    memory = _share_memory(config, layer_kernels, facts, device, weight_bytes, sizes.max_rows)
-    num_pages = 0
+    host_cache_bytes = _resolve_host_cache(config, prefix_caching=sizes.prefix_caching)
+    memory = _share_memory(config, layer_kernels, facts, device, dtype, sizes.max_rows)
+    num_pages, cache, states, overlaps = 0, NO_PAGES, NO_STATES_KEPT, _resolve_async_scheduling(config, device, ledger)
     if sizes.is_transient:
         _tell_what_a_cache_would_need(config, facts, device, ledger)
         cache_dtype = dtype
     else:
-        page = _Page(page_size, facts.cache_elements_per_token * cache_dtype.itemsize * page_size)
-        useful = sizes.max_rows * -(-model_len // page_size)
-        num_pages = PADDING_PAGES + _resolve_pages(config, page, memory, useful)
+        room = memory if device.kind is DeviceKind.CUDA else memory.without(host_cache_bytes)
+        _tell_unused_checkpoints(config, facts, ledger)
+        if facts.state_bytes:
+            states = _resolve_states(config, facts, room, sizes, overlaps, ledger)
+            sizes = replace(sizes, max_rows=states.max_rows)
+            room = room.without(states.num_bytes(facts.state_bytes))
+        scale_bytes = facts.scale_bytes_per_token if cache_dtype.itemsize == 1 else 0
+        page = PageShape(page_size, facts.cache_elements_per_token, cache_dtype.itemsize, scale_bytes)
+        longest = LongestRow(model_len, sizes.max_step_tokens)
+        cache = size_cache(config, facts.chosen, page, longest, room, sizes.max_rows, device, ledger)
+        num_pages, sizes = cache.num_pages, replace(sizes, max_rows=cache.max_rows)
         model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * page_size, model_len, ledger)
+    most = _most_captured(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES))
     return ResolvedConfig(
         device=device,
         dtype=dtype,
@@ -169,20 +202,18 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_step_tokens=sizes.max_step_tokens,
         page_size=page_size,
         num_pages=num_pages,
+        states_per_row=states.per_row,
+        max_checkpoints=states.max_checkpoints,
         scratch_bytes=memory.scratch_bytes,
         memory=memory,
         prefix_caching=sizes.prefix_caching,
+        host_cache_bytes=host_cache_bytes,
+        hot_buffer_size=cache.hot_buffer,
         max_queued=config.max_queued_requests,
-        async_scheduling=_resolve_async_scheduling(config, device, ledger),
+        async_scheduling=overlaps,
         speculation=read_speculation(config.speculative_config),
         layer_kernels=layer_kernels,
-        graph_sizes=_resolve_graph_sizes(
-            config,
-            layer_kernels,
-            device,
-            _most_captured(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES)),
-            ledger,
-        ),
+        graph_sizes=_resolve_graph_sizes(config, layer_kernels, device, most, ledger),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
 
@@ -223,6 +254,53 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, device: Device, mode
         )
     is_transient = embeds and not prefix_caching and model_len <= step_tokens
     return _Sizes(max_rows, step_tokens, prefix_caching, is_transient)
+
+
+def _resolve_host_cache(config: EngineConfig, *, prefix_caching: bool) -> int:
+    """Bytes of host memory for evicted pages. Raises if nothing would be evicted into it, or it does not fit."""
+    num_bytes = int(config.host_cache_gib * 2**30)
+    if not num_bytes:
+        return 0
+    if not prefix_caching:
+        raise ConfigError(
+            f"expected prefix_caching with host_cache_gib, which keeps what it evicts, got {config.host_cache_gib:g} "
+            "GiB without it; leave one out"
+        )
+    available = available_bytes(detect_device("cpu"))
+    if num_bytes > available:
+        raise ConfigError(
+            f"expected a host cache that fits the {available:,} bytes of host memory that are free, got "
+            f"host_cache_gib {config.host_cache_gib:g}, which takes {num_bytes:,}; lower it"
+        )
+    return num_bytes
+
+
+def _tell_unused_checkpoints(config: EngineConfig, facts: ModelFacts, ledger: Ledger) -> None:
+    if config.max_state_checkpoints is not None and not facts.state_bytes:
+        ledger.degrade(
+            "max_state_checkpoints",
+            f"{config.max_state_checkpoints} changes nothing: no layer of the model is recurrent",
+            "leave it out",
+        )
+
+
+def _resolve_states(
+    config: EngineConfig, facts: ModelFacts, memory: MemoryBudget, sizes: _Sizes, overlaps: bool, ledger: Ledger
+) -> StateSizes:
+    """The recurrent states that rows and checkpoints have room for."""
+    speculation = read_speculation(config.speculative_config)
+    is_sized = config.cache_tokens is None
+    return share_states(
+        facts.state_bytes,
+        memory.cache_bytes if is_sized else memory.room_bytes,
+        sizes.max_rows,
+        config.max_num_seqs,
+        config.max_state_checkpoints,
+        in_flight=int(overlaps),
+        max_drafted=0 if speculation is None else speculation.num_speculative_tokens,
+        prefix_caching=sizes.prefix_caching,
+        ledger=ledger,
+    )
 
 
 def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Ledger) -> int:
@@ -338,7 +416,7 @@ def _share_memory(
     kernels: LayerKernels,
     facts: ModelFacts,
     device: Device,
-    weight_bytes: int,
+    dtype: torch.dtype,
     max_rows: int,
 ) -> MemoryBudget:
     """Shares out the device's memory. Raises if a card cannot hold the weights."""
@@ -348,7 +426,7 @@ def _share_memory(
         device.kind,
         device_memory(device),
         fraction,
-        weight_bytes,
+        facts.weight_bytes(dtype, kernels),
         _output_memory(config, kernels, facts, device, max_rows),
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
@@ -400,31 +478,3 @@ def _resolve_dtype(name: str, device: Device, ledger: Ledger) -> torch.dtype:
             "use float32",
         )
     return DTYPES[name]
-
-
-@dataclass(frozen=True)
-class _Page:
-    """One page of every pool together."""
-
-    num_tokens: int
-    num_bytes: int
-
-
-def _resolve_pages(config: EngineConfig, page: _Page, memory: MemoryBudget, useful: int) -> int:
-    """Pages for sequences: as requested, otherwise what memory allows, never more than `useful`."""
-    if config.cache_tokens is not None:
-        asked = -(-config.cache_tokens // page.num_tokens)
-        needed = (asked + PADDING_PAGES) * page.num_bytes
-        if needed > memory.room_bytes:
-            raise ConfigError(
-                f"expected a cache that fits the {max(0, memory.room_bytes):,} bytes left beside the weights, got "
-                f"cache_tokens = {config.cache_tokens}, which takes {needed:,}; lower cache_tokens ({memory})"
-            )
-        return asked
-    affordable = memory.cache_bytes // page.num_bytes - PADDING_PAGES
-    if affordable < 1:
-        raise ConfigError(
-            f"expected memory for at least one cache page of {page.num_bytes:,} bytes beside the weights, "
-            f"got {memory.room_bytes:,} bytes left; use a smaller model or dtype, or free memory ({memory})"
-        )
-    return min(useful, affordable)

@@ -79,7 +79,7 @@ class Turns:
         self._asleep: dict[Turn, None] = {}
         """In the order in which they fell asleep."""
         self._driver: Turn | None = None
-        """Inside or in the queue, as long as anybody sleeps."""
+        """A call inside or in the queue, for as long as another one sleeps."""
 
     def run(self, work: Callable[[Turn], _T]) -> _T:
         """Calls `work` when it is this thread's turn. Nested calls of the same thread run at once."""

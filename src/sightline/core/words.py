@@ -1,4 +1,4 @@
-"""What users of other engines call things. Does not know which settings there are: whoever asks names them."""
+"""The names that users of other engines give to things. Does not know the settings: the caller names them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ cache_tokens: max_total_tokens max_batch_total_tokens num_gpu_blocks_override nu
 kv_cache_dtype: cache_type_k cache_type_v type_k type_v kv_cache_type
 memory_fraction: mem_fraction max_memory kv_cache_memory_bytes
 prefix_caching: cache_prompt prompt_cache disable_prefix_caching no_enable_prefix_caching
+host_cache_gib: enable_hierarchical_cache hicache_ratio kv_offloading_backend cpu_bytes_to_use max_local_cpu_size
 max_queued_requests: max_queue_size max_waiting_requests
 cuda_graph_sizes: cuda_graph_max_bs cudagraph_num_of_warmups max_cudagraph_capture_size
 speculative_config: draft_model model_draft assistant_model prompt_lookup_num_tokens draft_max draft_min
@@ -50,7 +51,7 @@ compiled models: compilation_config torch_compile enable_torch_compile
 this way to guess tokens: speculative_token_map speculative_ngram_branch_length speculative_ngram_match_type
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
 structured output: guided_json guided_regex guided_choice guided_decoding grammar regex json_schema response_format
-offloading to the host: cpu_offload_gb swap_space offload_folder enable_hierarchical_cache
+offloading to the host: cpu_offload_gb swap_space offload_folder
 this way of sampling: typical_p top_a top_n_sigma mirostat xtc_probability no_repeat_ngram_size dry_multiplier
 custom processing of logits: logits_processors logits_processor custom_logit_processor
 tools: tools tool_choice enable_auto_tool_choice tool_call_parser reasoning_parser
