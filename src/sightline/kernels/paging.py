@@ -11,13 +11,16 @@ from torch import Tensor
 
 
 def write_entries(plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Writes `values` [n, ...] to `plane` at `slots` [n]."""
-    plane.index_copy_(0, slots, values)
+    """Writes `values` [n, ...] to `plane` at `slots` [n], in the dtype of `plane`."""
+    plane.index_copy_(0, slots, values.to(plane.dtype))
 
 
 def gather_entries(plane: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Copies the entries at `slots` [n] to `out` [n, ...]."""
-    torch.index_select(plane, 0, slots, out=out)
+    """Copies the entries at `slots` [n] to `out` [n, ...], in the dtype of `out`."""
+    if out.dtype == plane.dtype:
+        torch.index_select(plane, 0, slots, out=out)
+    else:
+        out.copy_(plane.index_select(0, slots))
 
 
 def write_scaled_entries(plane: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

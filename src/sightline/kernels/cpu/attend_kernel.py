@@ -370,7 +370,7 @@ def _write_order(emitter: Emitter, here: Value, there: Value, order: Value, num_
 
 
 def _rows_in(emitter: Emitter, num_bytes: int, row_bytes: Value) -> Value:
-    """How many rows have so many bytes: whole tiles, at least one and at most a block."""
+    """Returns the number of rows in `num_bytes`: whole tiles, at least one and at most a block."""
     build, least = emitter.build, emitter.number(KEYS)
     rows = emitter.times(build.sdiv(emitter.number(num_bytes // KEYS), row_bytes), KEYS)
     rows = build.select(build.icmp_signed("<", rows, least), least, rows)
@@ -428,7 +428,7 @@ def write_weigh(module: Any, form: AttendForm) -> Value:
 
 
 def _finite(emitter: Emitter, most: Value) -> Value:
-    """What scores are taken relative to. All may be -inf: their weights are then 0, not NaN."""
+    """Returns what is subtracted from scores: the highest, or 0 if all are -inf, so that weights are 0 and not NaN."""
     is_nothing = emitter.build.fcmp_ordered("==", most, emitter.constant(F32, NOTHING))
     return emitter.build.select(is_nothing, emitter.constant(F32, 0.0), most)
 

@@ -83,7 +83,7 @@ def load_kernel(
 
 @cache
 def sources_digest(source: Path) -> str:
-    """What a kernel in that file is written by: the file, this folder, and the values that it may take from above."""
+    """A digest of the sources that a kernel in the file depends on: the file, this folder, and the folder above."""
     digest, here = hashlib.sha256(), Path(__file__).parent
     for each in (source, *sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))):
         digest.update(each.read_bytes())

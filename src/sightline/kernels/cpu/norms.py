@@ -25,7 +25,7 @@ def make_rms_norm(X):
         out, out_stride = load64(arguments, 7), load64(arguments, 8)
         for row in range(thread, num_rows, num_threads):
             first = (load64(rows, row) if rows != 0 else row) * x_stride
-            factor = _inverse_root(x, first, features, epsilon, X)
+            factor = inverse_root(x, first, features, epsilon, X)
             for i in range(features):
                 store(out, row * out_stride + i, load(x, first + i, X) * factor * load(weight, i, 0), X)
 
@@ -48,12 +48,12 @@ def make_add_rms_norm(X):
         out, out_stride = load64(arguments, 10), load64(arguments, 11)
         for row in range(thread, num_rows, num_threads):
             first, target = row * result_stride, row * stream_stride
-            factor = _inverse_root(result, first, features, epsilon, X)
+            factor = inverse_root(result, first, features, epsilon, X)
             for i in range(features):
                 normed = load(result, first + i, X) * factor * load(weight, i, 0)
                 store(stream, target + i, load(stream, target + i, X) + normed, X)
             if next_weight != 0:
-                factor = _inverse_root(stream, target, features, next_epsilon, X)
+                factor = inverse_root(stream, target, features, next_epsilon, X)
                 for i in range(features):
                     normed = load(stream, target + i, X) * factor * load(next_weight, i, 0)
                     store(out, row * out_stride + i, normed, X)
@@ -74,15 +74,7 @@ def make_layer_norm(X):
         out, out_stride = load64(arguments, 7), load64(arguments, 8)
         for row in range(thread, num_rows, num_threads):
             first = row * x_stride
-            total = np.float32(0.0)
-            for i in range(features):
-                total += load(x, first + i, X)
-            mean = total / np.float32(features)
-            squares = np.float32(0.0)
-            for i in range(features):
-                value = load(x, first + i, X) - mean
-                squares += value * value
-            factor = ONE / math.sqrt(squares / np.float32(features) + epsilon)
+            mean, factor = centre(x, first, features, epsilon, X)
             for i in range(features):
                 normed = (load(x, first + i, X) - mean) * factor * load(weight, i, 0)
                 store(out, row * out_stride + i, normed + load(bias, i, 0), X)
@@ -118,7 +110,7 @@ def make_turn(X):
             if has_norms:
                 place = 13 if head < num_first else 16
                 weight, epsilon = load64(arguments, place), float_of(load64(arguments, place + 1))
-                factor = _inverse_root(x, source, head_dim, epsilon, X)
+                factor = inverse_root(x, source, head_dim, epsilon, X)
                 for i in range(half):
                     low = load(x, source + i, X) * factor * load(weight, i, 0)
                     high = load(x, source + half + i, X) * factor * load(weight, half + i, 0)
@@ -135,8 +127,67 @@ def make_turn(X):
     return turn
 
 
+def make_turn_index(X):
+    """Rotates the first dimensions of an indexer's queries and key, the key behind its layer norm.
+
+    Arguments: q, its token stride, its head stride, num_tokens, num_heads, head_dim, key, its token stride, weight fp32
+    and bias fp32 of its norm, epsilon, cos, its token stride, sin, its token stride, rotated dimensions, out
+    [num_tokens, num_heads + 1, head_dim] contiguous, its token stride. `out` must not overlap the others.
+    """
+
+    def turn_index(arguments, thread, num_threads):
+        q, q_stride, q_head = load64(arguments, 0), load64(arguments, 1), load64(arguments, 2)
+        num_tokens, num_heads, head_dim = load64(arguments, 3), load64(arguments, 4), load64(arguments, 5)
+        key, key_stride, weight = load64(arguments, 6), load64(arguments, 7), load64(arguments, 8)
+        bias, epsilon = load64(arguments, 9), float_of(load64(arguments, 10))
+        cos, cos_stride = load64(arguments, 11), load64(arguments, 12)
+        sin, sin_stride = load64(arguments, 13), load64(arguments, 14)
+        half, out, out_stride = load64(arguments, 15) // 2, load64(arguments, 16), load64(arguments, 17)
+        for unit in range(thread, num_tokens * (num_heads + 1), num_threads):
+            token, head = unit // (num_heads + 1), unit % (num_heads + 1)
+            target, c, s = token * out_stride + head * head_dim, token * cos_stride, token * sin_stride
+            if head < num_heads:
+                source = token * q_stride + head * q_head
+                for i in range(half):
+                    low, high = load(q, source + i, X), load(q, source + half + i, X)
+                    store(out, target + i, low * load(cos, c + i, X) - high * load(sin, s + i, X), X)
+                    turned = high * load(cos, c + half + i, X) + low * load(sin, s + i, X)
+                    store(out, target + half + i, turned, X)
+                for i in range(2 * half, head_dim):
+                    store(out, target + i, load(q, source + i, X), X)
+            else:
+                source = token * key_stride
+                mean, factor = centre(key, source, head_dim, epsilon, X)
+                for i in range(half):
+                    low = (load(key, source + i, X) - mean) * factor * load(weight, i, 0) + load(bias, i, 0)
+                    high = (load(key, source + half + i, X) - mean) * factor * load(weight, half + i, 0)
+                    high += load(bias, half + i, 0)
+                    store(out, target + i, low * load(cos, c + i, X) - high * load(sin, s + i, X), X)
+                    turned = high * load(cos, c + half + i, X) + low * load(sin, s + i, X)
+                    store(out, target + half + i, turned, X)
+                for i in range(2 * half, head_dim):
+                    normed = (load(key, source + i, X) - mean) * factor * load(weight, i, 0)
+                    store(out, target + i, normed + load(bias, i, 0), X)
+
+    return turn_index
+
+
 @numba.njit(inline="always")
-def _inverse_root(x, first, count, epsilon, X):
+def centre(x, first, count, epsilon, X):
+    """The mean of `count` elements, and 1 / sqrt(variance + epsilon)."""
+    total = np.float32(0.0)
+    for i in range(count):
+        total += load(x, first + i, X)
+    mean = total / np.float32(count)
+    squares = np.float32(0.0)
+    for i in range(count):
+        value = load(x, first + i, X) - mean
+        squares += value * value
+    return mean, ONE / math.sqrt(squares / np.float32(count) + epsilon)
+
+
+@numba.njit(inline="always")
+def inverse_root(x, first, count, epsilon, X):
     """1 / sqrt(mean(x²) + epsilon) of `count` elements."""
     squares = np.float32(0.0)
     for i in range(count):

@@ -53,6 +53,7 @@ class GateCode(IntEnum):
     RELU = 3
     CLAMPED_SWIGLU = 4
     """Applied to gate and up together, see `layers.activation.ClampedSwiglu`."""
+    SIGMOID = 5
 
 
 @numba.njit(inline="always")
@@ -68,7 +69,8 @@ def _erfc(z):
 
 
 @numba.njit(inline="always")
-def _activated(value, KIND):
+def activated(value, KIND):
+    """The activation of a `GateCode` that has one, of a number."""
     if KIND == 0:
         return value / (ONE + exp32(-value))
     if KIND == 1:
@@ -78,6 +80,8 @@ def _activated(value, KIND):
     if KIND == 2:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
         return value / (ONE + exp32(-TANH_SCALE * (value + CUBIC * value * value * value)))
+    if KIND == 5:
+        return ONE / (ONE + exp32(-value))
     return max32(value, np.float32(0.0))
 
 
@@ -102,7 +106,7 @@ def make_gate(X, KIND):
                     other = max32(min32(other, limit), -limit)
                     result = (other + ONE) * value / (ONE + exp32(-alpha * value))
                 else:
-                    result = _activated(value, KIND) * other
+                    result = activated(value, KIND) * other
                 store(out, row * out_stride + i, result, X)
 
     return gate
@@ -117,7 +121,7 @@ def make_activate(X, KIND):
         first, stop = size * thread // num_threads, size * (thread + 1) // num_threads
         for row in range(num_rows):
             for i in range(first, stop):
-                store(x, row * x_stride + i, _activated(load(x, row * x_stride + i, X), KIND), X)
+                store(x, row * x_stride + i, activated(load(x, row * x_stride + i, X), KIND), X)
 
     return activate
 
@@ -138,6 +142,38 @@ def make_widen(X, OUT):
                 store(out, row * out_stride + i, load(x, row * x_stride + i, X), OUT)
 
     return widen
+
+
+def make_multiply(X):
+    """out = x * y. Columns are shared. Arguments: x, its row stride, y, its row stride, out, its row stride, num_rows,
+    size."""
+
+    def multiply(arguments, thread, num_threads):
+        x, x_stride = load64(arguments, 0), load64(arguments, 1)
+        y, y_stride = load64(arguments, 2), load64(arguments, 3)
+        out, out_stride = load64(arguments, 4), load64(arguments, 5)
+        num_rows, size = load64(arguments, 6), load64(arguments, 7)
+        first, stop = size * thread // num_threads, size * (thread + 1) // num_threads
+        for row in range(num_rows):
+            for i in range(first, stop):
+                value = load(x, row * x_stride + i, X) * load(y, row * y_stride + i, X)
+                store(out, row * out_stride + i, value, X)
+
+    return multiply
+
+
+def make_scale():
+    """x *= factor, fp32. Columns are shared. Arguments: x, its row stride, num_rows, size, factor."""
+
+    def scale(arguments, thread, num_threads):
+        x, x_stride = load64(arguments, 0), load64(arguments, 1)
+        num_rows, size, factor = load64(arguments, 2), load64(arguments, 3), float_of(load64(arguments, 4))
+        first, stop = size * thread // num_threads, size * (thread + 1) // num_threads
+        for row in range(num_rows):
+            for i in range(first, stop):
+                store(x, row * x_stride + i, load(x, row * x_stride + i, 0) * factor, 0)
+
+    return scale
 
 
 def make_softcap():

@@ -36,7 +36,7 @@ from sightline.kernels.cpu.record import ENTRY_POINT
 _GENERATION, _ARRIVED, _SLEEPERS, _STOPPED = 0, 16 * 8, 32 * 8, 33 * 8
 _ENTRIES, _LENGTH, _BASE, _NUM_THREADS = 48 * 8, 49 * 8, 50 * 8, 51 * 8
 _MUTEX, _CONDITION = 64 * 8, 80 * 8
-"""Where a team's state holds what, in bytes. What all threads write often has cache lines of its own."""
+"""Offsets of the fields of a team's state, in bytes. Fields that all threads write often have their own cache lines."""
 _NUM_WORDS = 96
 _BARRIER_SPINS = 100 * SPINS_PER_MICROSECOND
 """Turns in which a thread waits for the others before it offers its core to them."""

@@ -91,13 +91,14 @@ def gate_up_product(
     out: Tensor,
     config: ExpertTiles,
     *,
+    gates_itself: bool = False,
     overlaps: bool = False,
 ) -> None:
     """Writes the gated products out [num_choices, size], by place, of x [num_tokens, hidden] with any strides.
 
-    The outputs of `weights` are all gates, then all ups.
+    The outputs of `weights` are all gates, then all ups; with `gates_itself` they are ups that are the gates too.
     """
-    _launch_product(x, weights, choices, out, config, gate, overlaps=overlaps)
+    _launch_product(x, weights, choices, out, config, gate, paired=not gates_itself, overlaps=overlaps)
 
 
 def down_product(
@@ -110,7 +111,7 @@ def down_product(
     overlaps: bool = False,
 ) -> None:
     """Writes the products out [num_choices, hidden], by choice, of inner [num_choices, size], by place."""
-    _launch_product(inner, weights, choices, out, config, None, overlaps=overlaps)
+    _launch_product(inner, weights, choices, out, config, None, paired=False, overlaps=overlaps)
 
 
 def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool, overlaps: bool = False) -> None:
@@ -145,6 +146,7 @@ def _launch_product(
     config: ExpertTiles,
     gate: GateRule | None,
     *,
+    paired: bool,
     overlaps: bool,
 ) -> None:
     num_outputs, num_inputs = weights.weight.shape[1], x.shape[1]
@@ -167,6 +169,7 @@ def _launch_product(
         OUTPUTS=num_outputs,
         PER_TOKEN=choices.per_token,
         GATE=-1 if gate is None else int(gate.kind),
+        PAIRED=paired,
         FORM=int(weights.form),
         BLOCKS=blocks,
         ROWS=config.rows,
@@ -184,13 +187,14 @@ def _product_kernel(
     x, weight, scales, bias, order, tiles, out, alpha, limit,
     x_row, x_input, weight_expert, weight_output, weight_input, scales_expert, scales_output, scales_input,
     bias_expert, out_row,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, FORM: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, PAIRED: tl.constexpr,
+    FORM: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes one tile and a block of outputs. Neighbours share the tile, whose expert the cache then holds.
 
-    With a gate, rows are read by token and written by place; without, read by place and written by choice.
+    With a gate, rows are read by token and written by place; without, read by place and written by choice. PAIRED:
+    outputs are gates and ups; otherwise a gate's up is the same number.
     """
     wait_for_previous(OVERLAPS)
     record = tiles + tl.program_id(0) // BLOCKS * 3
@@ -208,12 +212,12 @@ def _product_kernel(
         dim = tl.arange(0, INPUT_BLOCK)
         rows = x + source.to(tl.int64)[:, None] * x_row
         # A program has both of each pair, side by side: the split below then moves nothing between threads.
-        column = output // 2 + (output % 2) * (OUTPUTS // 2) if GATE >= 0 else output
+        column = output // 2 + (output % 2) * (OUTPUTS // 2) if PAIRED else output
         columns = weight + expert * weight_expert + column.to(tl.int64) * weight_output
         if FORM == 1:
             column_scales = scales + expert * scales_expert + column.to(tl.int64) * scales_output
         elif FORM >= 2:
-            if GATE >= 0:
+            if PAIRED:
                 row = output // 2 // _FP8_BLOCK + (output % 2) * tl.cdiv(OUTPUTS // 2, _FP8_BLOCK)
             else:
                 row = output // _FP8_BLOCK
@@ -243,14 +247,17 @@ def _product_kernel(
                     gathered = product(a, b, gathered, INTERPRETED)
         if bias is not None:
             gathered += tl.load(bias + expert * bias_expert + column, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        if GATE >= 0:
+        if PAIRED:
             gate, up = tl.split(tl.reshape(gathered, [ROWS, OUTPUT_BLOCK // 2, 2]))
             inner = block * (OUTPUT_BLOCK // 2) + tl.arange(0, OUTPUT_BLOCK // 2)
             kept = is_row[:, None] & (inner < OUTPUTS // 2)[None, :]
             at = out + place.to(tl.int64)[:, None] * out_row + inner[None, :]
             tl.store(at, gated(gate, up, alpha, limit, GATE).to(out.dtype.element_ty), mask=kept)
         else:
-            at = out + choice.to(tl.int64)[:, None] * out_row + output[None, :]
+            target = place if GATE >= 0 else choice
+            if GATE >= 0:
+                gathered = gated(gathered, gathered, alpha, limit, GATE)
+            at = out + target.to(tl.int64)[:, None] * out_row + output[None, :]
             tl.store(at, gathered.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 

@@ -105,6 +105,8 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
     """The number of tiles that suffices for `num_rows` rows of any lengths with `num_tokens` tokens in all."""
+    if tile_tokens == 1:
+        return num_tokens
     return num_tokens // tile_tokens + num_rows
 
 

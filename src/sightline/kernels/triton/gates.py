@@ -16,6 +16,7 @@ class GateKind(IntEnum):
     RELU = 3
     CLAMPED_SWIGLU = 4
     """(up + 1) * gate * sigmoid(alpha * gate), with the gate at most `limit` and up within ±`limit`."""
+    SIGMOID = 5
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def gated(gate, up, alpha, limit, KIND: tl.constexpr):
     if KIND == 4:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        result = (up + 1.0) * gate * _sigmoid(alpha * gate)
+        result = (up + 1.0) * gate * sigmoid(alpha * gate)
     else:
         result = activated(gate, KIND) * up
     return result
@@ -43,20 +44,22 @@ def gated(gate, up, alpha, limit, KIND: tl.constexpr):
 def activated(x, KIND: tl.constexpr):
     """The activation of a kind that has one."""
     if KIND == 0:
-        result = x * _sigmoid(x)
+        result = x * sigmoid(x)
     elif KIND == 1:
         result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == 2:
         # tanh(y) = 2 * sigmoid(2 * y) - 1, so half of 1 + tanh(y) is sigmoid(2 * y).
-        result = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(KIND == 3)
+        result = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == 3:
         result = tl.where(x < 0.0, 0.0, x)
+    else:
+        tl.static_assert(KIND == 5)
+        result = sigmoid(x)
     return result
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """1 / (1 + exp(-x)), without an exponential that could overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, small, 1.0) / (1.0 + small)

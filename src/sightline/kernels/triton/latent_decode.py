@@ -77,8 +77,7 @@ def _half(latent_dim: int) -> int:
 def decode_latent(
     q_latent: Tensor,
     q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
+    new: tuple[Tensor, Tensor] | None,
     layer: LatentLayer,
     rows: DecodeRows,
     scratch: DecodeScratch,
@@ -86,25 +85,28 @@ def decode_latent(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes [latent | k_rope] [num_tokens, ...] at the rows' slots, and `out` [num_tokens, num_q_heads, latent_dim].
+    """Writes the `new` latents and rope keys [num_tokens, ...] at the rows' slots, and `out` [num_tokens, num_q_heads,
+    latent_dim]. Without `new`, rows attend to their contexts alone (zeros without any), and nothing is written.
 
     The queries [num_tokens, num_q_heads, ...] are absorbed. Also writes `lse` [num_tokens, num_q_heads] fp32 if it is
     given. `divide` must have filled `scratch`.
     """
     num_heads, latent_dim = q_latent.shape[1:]
-    rope_dim = k_rope.shape[-1]
+    rope_dim = q_rope.shape[-1]
+    latent, k_rope = new or (None, None)
     _latent_kernel[(config.num_programs,)](
         q_latent, q_rope, latent, k_rope, layer.entries, stored_view(layer.entries), layer.entry_scale,
         out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
         layer.scale, num_heads, config.num_subgroups(num_heads),
         rows.pages.stride(0), layer.entries.stride(0),
-        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
+        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1),
+        0 if latent is None else latent.stride(0), 0 if k_rope is None else k_rope.stride(0),
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         HALF=_half(latent_dim), ROPES=max(16, triton.next_power_of_2(rope_dim)),
         HEADS=config.heads,
         PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=config.num_stages,
-        LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
+        NEW=new is not None, LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
         INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
     merge_parts(out, lse, None, layer.entry_scale, scratch, config, rows.num_rows, 1)
@@ -120,7 +122,7 @@ def _latent_kernel(
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HALF: tl.constexpr, ROPES: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+    NEW: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
@@ -153,7 +155,7 @@ def _latent_kernel(
         totals = tl.zeros([HEADS, BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, HALF], tl.float32)
         gathered_2 = tl.zeros([HEADS, HALF], tl.float32)
-        if block + count == blocks:
+        if NEW and block + count == blocks:
             # The new token: written to the cache, and used without being read back.
             new_slot = written + tl.load(write_slots + token) * slot_stride
             latent_place = latent_new + token.to(tl.int64) * latent_token
@@ -191,6 +193,9 @@ def _latent_kernel(
             gathered = product(weights, k, gathered * shrink[:, None], INTERPRETED)
             gathered_2 = product(weights, k_2, gathered_2 * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
+        if not NEW:
+            # A row without entries gives zeros.
+            total = tl.where(total == 0.0, 1.0, total)
         if count == blocks:
             finish(
                 out, lse, None, token, heads, num_heads, gathered, largest, total, by, dim, in_heads,

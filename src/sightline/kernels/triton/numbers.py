@@ -11,7 +11,7 @@ from torch import Tensor
 WARP_GROUP_ROWS = 64
 """The smallest number of rows of a product that four warps of SM90 compute as one group."""
 BORDER = 16
-"""Strides must be multiples of so many elements for Triton to use vector loads."""
+"""Strides must be multiples of this many elements for Triton to use vector loads."""
 
 
 @triton.jit

@@ -45,6 +45,16 @@ def activate(kind: GateKind, x: Tensor) -> None:
     )
 
 
+def scale(logits: Tensor, factor: float) -> None:
+    """Multiplies logits [num_rows, vocab_size] by the factor."""
+    num_rows, size = logits.shape
+    if num_rows == 0:
+        return
+    _scale_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
+        logits, factor, row_stride(logits), SIZE=size, BLOCK=_BLOCK, num_warps=4
+    )
+
+
 def softcap(logits: Tensor, cap: float) -> None:
     """Replaces x by cap * tanh(x / cap), in logits [num_rows, vocab_size]."""
     num_rows, size = logits.shape
@@ -105,6 +115,14 @@ def _activate_kernel(x, x_stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK:
     places = x + tl.program_id(0).to(tl.int64) * x_stride + feature
     value = tl.load(places, mask=feature < SIZE, other=0.0).to(tl.float32)
     tl.store(places, activated(value, KIND).to(x.dtype.element_ty), mask=feature < SIZE)
+
+
+@triton.jit
+def _scale_kernel(logits, factor, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program computes a block of a row."""
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = logits + tl.program_id(0).to(tl.int64) * stride + feature
+    tl.store(places, tl.load(places, mask=feature < SIZE, other=0.0) * factor, mask=feature < SIZE)
 
 
 @triton.jit

@@ -125,6 +125,53 @@ def turn_latents(
     )
 
 
+def turn_index(
+    q: Tensor,
+    key: Tensor,
+    norm: tuple[Tensor, Tensor, float],
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    *,
+    overlaps: bool = False,
+) -> None:
+    """Writes an indexer's queries q [num_tokens, heads, head_dim], and the layer norm of `key` [num_tokens, head_dim]
+    behind them, to `out` [num_tokens, heads + 1, head_dim]. The first dimensions of each, as many as the table has, are
+    rotated.
+
+    `norm` is weight and bias [head_dim] fp32, and epsilon. `out` does not overlap an input.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    if num_tokens == 0:
+        return
+    weight, bias, epsilon = norm
+    half = cos.shape[-1] // 2
+    block = triton.next_power_of_2(half)
+    heads = max(1, _PAIRS // block)
+    num_blocks = triton.cdiv(num_heads, heads)
+    _turn_index_kernel[(num_tokens, num_blocks + 1)](
+        q,
+        key,
+        weight,
+        bias,
+        cos,
+        sin,
+        out,
+        epsilon,
+        *(row_stride(q), q.stride(1), row_stride(key), row_stride(cos), row_stride(sin)),
+        *(row_stride(out), out.stride(1)),
+        NUM_HEADS=num_heads,
+        NUM_BLOCKS=num_blocks,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_HALF=block,
+        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        HEADS=heads,
+        num_warps=2,
+        **overlap_settings(overlaps),
+    )
+
+
 def _head_blocks(head_dim: int) -> dict[str, int]:
     """The block sizes of a program that rotates heads."""
     block = triton.next_power_of_2(head_dim // 2)
@@ -220,3 +267,48 @@ def _turn_latents_kernel(
         second = tl.where(is_k, tl.load(of_k + HALF, mask=is_k, other=0.0).to(tl.float32), q_second)
         to = out + token * out_token + head * out_head + pair
         _store_rotated(first, second, cos + token * cos_token, sin + token * sin_token, to, pair, is_q | is_k, HALF)
+
+
+@triton.jit
+def _turn_index_kernel(
+    q, key, weight, bias, cos, sin, out, epsilon,
+    q_token, q_head, key_token, cos_token, sin_token, out_token, out_head,
+    NUM_HEADS: tl.constexpr, NUM_BLOCKS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A program turns some queries of one token; the last one normalises and turns its key."""
+    wait_for_previous(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    still = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    cos += token * cos_token
+    sin += token * sin_token
+    if tl.program_id(1) == NUM_BLOCKS:
+        turns, stays = pair < HALF, still < HEAD_DIM
+        given = key + token * key_token
+        first = tl.load(given + pair, mask=turns, other=0.0).to(tl.float32)
+        second = tl.load(given + HALF + pair, mask=turns, other=0.0).to(tl.float32)
+        rest = tl.load(given + still, mask=stays, other=0.0).to(tl.float32)
+        mean = (tl.sum(first) + tl.sum(second) + tl.sum(rest)) / HEAD_DIM
+        first, second = tl.where(turns, first - mean, 0.0), tl.where(turns, second - mean, 0.0)
+        rest = tl.where(stays, rest - mean, 0.0)
+        squares = tl.sum(first * first) + tl.sum(second * second) + tl.sum(rest * rest)
+        scale = tl.rsqrt(squares / HEAD_DIM + epsilon)
+        first = first * scale * tl.load(weight + pair, mask=turns, other=0.0)
+        first += tl.load(bias + pair, mask=turns, other=0.0)
+        second = second * scale * tl.load(weight + HALF + pair, mask=turns, other=0.0)
+        second += tl.load(bias + HALF + pair, mask=turns, other=0.0)
+        rest = rest * scale * tl.load(weight + still, mask=stays, other=0.0)
+        rest += tl.load(bias + still, mask=stays, other=0.0)
+        to = out + token * out_token + NUM_HEADS * out_head
+        tl.store(to + still, rest.to(out.dtype.element_ty), mask=stays)
+        _store_rotated(first, second, cos, sin, to + pair, pair, turns, HALF)
+    else:
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+        # Names of their own: a variable must not have another shape in another branch.
+        q_turns, q_stays = (head < NUM_HEADS) & (pair < HALF), (head < NUM_HEADS) & (still < HEAD_DIM)
+        given_q, to_q = q + token * q_token + head * q_head, out + token * out_token + head * out_head
+        q_first = tl.load(given_q + pair, mask=q_turns, other=0.0).to(tl.float32)
+        q_second = tl.load(given_q + HALF + pair, mask=q_turns, other=0.0).to(tl.float32)
+        tl.store(to_q + still, tl.load(given_q + still, mask=q_stays, other=0.0), mask=q_stays)
+        _store_rotated(q_first, q_second, cos, sin, to_q + pair, pair, q_turns, HALF)
