@@ -11,10 +11,11 @@ from typing import Any
 
 from sightline.attention.capability import Capability, HostLengths, Work, decode_work
 from sightline.attention.contract import AttentionBackend, CachePolicy, StepView
-from sightline.attention.spec import Feature, LayerGroup
+from sightline.attention.groups import LayerGroup
+from sightline.attention.spec import Feature
 from sightline.cache.pools import GroupCache
 from sightline.core.batch import Batch, MaskKind
-from sightline.core.errors import PlanError
+from sightline.core.errors import ConfigError, PlanError
 
 MASK_FEATURES = {
     MaskKind.FULL: Feature.NON_CAUSAL,
@@ -42,6 +43,14 @@ class GroupBinding:
     serving: Mapping[Work, PartBackend]
     """The backend for each kind of rows: prefill, and the others that steps may have. If all are the same, steps are
     not split."""
+
+    def __post_init__(self) -> None:
+        unable = [type(part.backend).__name__ for part in self.parts if not part.capability.hot_entries]
+        if self.cache.is_on_host and unable:
+            raise ConfigError(
+                f"expected backends that read entries in host memory for {self.group.name}, got {', '.join(unable)}; "
+                "choose others, or leave enable_hisparse out"
+            )
 
     @staticmethod
     def alone(
@@ -76,6 +85,7 @@ def policy_of(group: LayerGroup, batch: Batch) -> CachePolicy:
 
 
 def part_of(step: StepView, rows: slice, tokens: slice, asked: frozenset[Feature]) -> StepView:
+    """Some rows of a step. `asked` is what it needs whatever its masks are."""
     batch = step.batch.part(rows, tokens)
     return replace(step, batch=batch, needs=asked | mask_features(batch))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from sightline.attention.coverage import Demand
-from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.attention.spec import RECURRENT_ONLY, AttentionSpec, Feature, SpecKind
 from sightline.core.device import Device, DeviceKind
 
 
@@ -109,12 +109,22 @@ class Capability:
     """Package that this row requires beyond Sightline's own dependencies."""
     expanded_dims: frozenset[tuple[int, int]] | Wildcard = ANY
     """Latent attention only: (key, value) dimensions of a head when expanded from entries."""
+    only_with: frozenset[Feature] = frozenset()
+    """Features of recurrent layers that a spec must have: a kernel of the delta rule computes nothing without it."""
+    hot_entries: bool = field(default=False, metadata={"proven": False})
+    """Latent attention only: True if it reads chosen entries where its coordinator says, so that they may be in host
+    memory."""
     ranks: Ranks = field(default=Ranks(), metadata={"proven": False})
     """Not part of a proof, because ranks do not affect results."""
 
     def __post_init__(self) -> None:
-        for name in ("spec_kinds", "devices", "dtypes", "features"):
+        for name in ("spec_kinds", "devices", "dtypes", "features", "only_with"):
             self._require_set(name, or_any=False)
+        if not self.only_with <= self.features & RECURRENT_ONLY:
+            raise ValueError(
+                f"expected only_with to be declared features out of {_names(RECURRENT_ONLY)}, got "
+                f"{_names(self.only_with)}"
+            )
         for name in (
             "compute_capabilities",
             "cache_dtypes",
@@ -146,6 +156,8 @@ class Requirement:
     demands: tuple[Demand, ...] = ()
     """Every kind of step that the engine may ask for, all of which a proof must cover; empty: only what the spec
     implies."""
+    hot_entries: bool = False
+    """True if entries are in host memory, with a buffer of hot ones on the device."""
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -189,6 +201,11 @@ def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
     missing = need.features - capability.features
     if missing:
         reasons.append(f"lacks {_names(missing)}")
+    if need.hot_entries and not capability.hot_entries:
+        reasons.append("does not read entries in host memory")
+    absent = capability.only_with - need.spec.features
+    if absent:
+        reasons.append(f"serves only layers with {_names(absent)}")
     return tuple(reasons)
 
 

@@ -29,7 +29,11 @@ def batch_tensors(batch: Batch) -> dict[str, Tensor]:
     for row, mask in enumerate(batch.masks):
         if mask.tree is not None:
             tensors[f"tree of row {row}"] = mask.tree
-    return tensors | {f"write_slots of {key}": rows.write_slots for key, rows in batch.pools.items()}
+    for key, rows in batch.pools.items():
+        tensors[f"write_slots of {key}"] = rows.write_slots
+        if rows.read_slots is not None:
+            tensors[f"read_slots of {key}"] = rows.read_slots
+    return tensors
 
 
 def planned_contents(batch: Batch, pools: Mapping[str, Pool]) -> dict[str, Tensor]:
@@ -37,7 +41,7 @@ def planned_contents(batch: Batch, pools: Mapping[str, Pool]) -> dict[str, Tenso
 
     Excludes tokens that an earlier step chooses in between.
     """
-    pages = {f"page-table rows of {key}": _pages_of(batch, pools[key]) for key in batch.pools}
+    pages = {f"page-table rows of {key}": _pages_of(batch, pools[key]) for key in batch.pools if key in pools}
     tensors = batch_tensors(batch) | pages
     if batch.awaited:
         del tensors["tokens"]
@@ -70,6 +74,9 @@ def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
         pairs["logit_indices"] = (batch.logit_indices, derived.logit_indices, 0)
     for key, rows in batch.pools.items():
         pairs[f"write_slots of {key}"] = (rows.write_slots, derived.pools[key].write_slots, PADDING_SLOT)
+        read, expected = rows.read_slots, derived.pools[key].read_slots
+        if read is not None and expected is not None:
+            pairs[f"read_slots of {key}"] = (read, expected, PADDING_SLOT)
     if batch.awaited:
         del pairs["tokens"]
     if batch.context_lens.host is None:
@@ -77,8 +84,8 @@ def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
         pairs = {name: pairs[name] for name in pairs if name not in _OF_CONTEXTS and not name.startswith("write_slots")}
     for field, (got, expected, padding) in pairs.items():
         _require_equal(field, got, expected, padding)
-    for key in batch.pools:
-        _check_pages(batch, pools[key])
+    for pool in pools.values() if batch.pools else ():
+        _check_pages(batch, pool)
 
 
 def _require_equal(field: str, got: Tensor, expected: Tensor, padding: int) -> None:

@@ -12,17 +12,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
+from sightline.attention.shared.tile_tokens import TileTokens
 from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
+from sightline.cache.states import STATES
 from sightline.core.batch import Batch
+from sightline.core.errors import ConfigError, PlanError
 from sightline.kernels.cpu.record import Launcher
 
 InputsT = TypeVar("InputsT")
@@ -60,6 +63,85 @@ class StepLimits:
     """Most steps of a draft that are planned at once; 0 if none is."""
 
 
+class EntryTurn(ABC):
+    """Tokens of a sparse step whose chosen entries are on the device at the same time."""
+
+    tokens: TileTokens
+    """The tokens, padding perhaps included."""
+
+    @abstractmethod
+    def fetch(self, layer: int, chosen: Tensor) -> None:
+        """Copies what these tokens chose to the device, if it is not there; in stream order, and without the host.
+
+        `chosen` [num_tokens, top_k] int32 is that of all tokens of the step. What an earlier turn fetched may be gone.
+        """
+
+    @abstractmethod
+    def slots(self, chosen: Tensor, part: slice) -> Tensor:
+        """[part, top_k] int64: where the chosen entries of some of these tokens are, after `fetch`. Slots index
+        the layer's plane or, if the plan reads the step, its new entries. `chosen` is that of all tokens of the step.
+
+        Behind the last entry of a query its first is repeated, so that what is read there was written. Padding tokens
+        have slots that exist.
+        """
+
+
+class EntryPlan(ABC):
+    """A step's use of a latent group's entries."""
+
+    turns: tuple[EntryTurn, ...]
+    """The tokens of a sparse step, in turns; empty if the step is not sparse."""
+    reads_step: bool
+    """True if the step has no cache: slots index its own tokens."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Device work before the first layer, once a step."""
+
+    @abstractmethod
+    def write(self, layer: int, new: Tensor) -> None:
+        """Keeps the new entries [num_tokens, latent + rope], before any entry is fetched or read."""
+
+    @abstractmethod
+    def plane(self, layer: int) -> Tensor:
+        """[num_slots, latent + rope], as stored: what the slots of turns index, if the step has a cache."""
+
+    @abstractmethod
+    def gather(self, layer: int, slots: Tensor, out: Tensor) -> None:
+        """Fills `out` [n, latent + rope], in the compute dtype, with the entries at `slots` [n] of `plane`."""
+
+
+class EntryCounts(NamedTuple):
+    """How many entries of contexts in host memory attention has read."""
+
+    chosen: int = 0
+    copied: int = 0
+    """Entries among `chosen` that were not hot, and were copied from the host."""
+
+
+class EntryCoordinator(ABC):
+    """Knows where a group's entries are: all on the device, or most of them in host memory.
+
+    Made before the backends that need it, from the group's cache.
+    """
+
+    cache: GroupCache
+
+    @abstractmethod
+    def plan(self, step: StepView, buffers: PlanBuffers) -> EntryPlan:
+        """Plans how a step of a latent group reads and writes its entries. Derived state is kept in the plan and in
+        `buffers`."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """The device memory that it takes beside the pools."""
+
+    @abstractmethod
+    def counts(self) -> EntryCounts:
+        """Returns the counts so far. Does not wait for the device, so the last steps may be missing."""
+
+
 @dataclass(frozen=True)
 class BackendContext(Generic[SpecT]):
     """Everything that a backend needs, complete before it is built."""
@@ -74,6 +156,29 @@ class BackendContext(Generic[SpecT]):
     device: torch.device
     launcher: Launcher
     """Runs the kernels of CPU backends."""
+    coordinator: EntryCoordinator
+    """Plans where a step of a latent group reads entries and writes new ones. Made for the same cache."""
+
+    def __post_init__(self) -> None:
+        if self.coordinator.cache is not self.cache:
+            raise ConfigError(
+                f"expected the coordinator of {self.group}'s own cache, got that of {self.coordinator.cache.group}; "
+                "make the coordinator from the cache that the backend gets"
+            )
+
+
+class StateSlots(NamedTuple):
+    """Where the recurrent states of a step are. No slot is read and written in one step, except slot 0.
+
+    Slot 0 is the empty state: reading it gives zeros, and a token with write slot 0 keeps no state.
+    """
+
+    read_slots: Tensor
+    """[num_rows] int64: the state behind each row's context."""
+    write_slots: Tensor
+    """[num_tokens] int64: where the state behind each new token is kept. Never 0 for the last token of a row."""
+    kept_host: tuple[int, ...]
+    """[num_tokens]: `write_slots` on the host."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +202,25 @@ class StepView:
     @property
     def needs_lse(self) -> bool:
         return Feature.LSE in self.needs
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if some query may see more tokens than the group's layers read. Otherwise attention is that of a dense
+        layer, and indexers keep keys without choosing any.
+
+        The planner decides it once, for all groups that read or make the same choice.
+        """
+        return Feature.SPARSE in self.needs
+
+    @property
+    def states(self) -> StateSlots | None:
+        """The states that a recurrent group reads and writes; None if rows begin with an empty one and none is kept."""
+        if self.policy is not CachePolicy.PAGED:
+            return None
+        rows = self.batch.pools[STATES]
+        if rows.read_slots is None:
+            raise PlanError("expected a batch that names the states of its rows, got one of a model without states")
+        return StateSlots(rows.read_slots, rows.write_slots, rows.kept)
 
     def write_slots(self, pool: Pool) -> Tensor | None:
         """[num_tokens] int64: where the new entries go in the pool; None if the plan writes nothing."""
@@ -123,7 +247,7 @@ class SoftmaxQueries:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SoftmaxInputs(SoftmaxQueries):
-    """The inputs of a layer with keys and values of its own; they lie as the queries may lie."""
+    """The inputs of a layer with keys and values of its own, which may have the same strides as queries."""
 
     k: Tensor
     """[num_tokens, num_kv_heads, head_dim]."""
@@ -155,6 +279,10 @@ class LatentInputs:
     read before earlier launches have finished."""
     value_up: Tensor
     """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent. A weight, like `key_up`."""
+    chosen: Tensor | None = None
+    """[num_tokens, top_k] int32 if the step is sparse: the places in its row (the context, then the new tokens) of the
+    entries that each query attends to, in increasing order, -1 behind the last. There are min(top_k, as many as the
+    query sees) of them."""
 
     def whole_queries(self) -> Tensor | None:
         """[num_tokens, num_q_heads, nope_dim + rope_dim], contiguous, if both parts are views of such a tensor; else
@@ -175,10 +303,78 @@ class LatentInputs:
             q_rope=self.q_rope[tokens],
             latent=self.latent[tokens],
             k_rope=self.k_rope[tokens],
+            chosen=None if self.chosen is None else self.chosen[tokens],
         )
 
 
-AttentionInputs: TypeAlias = SoftmaxQueries | LatentInputs
+@dataclass(frozen=True, eq=False)
+class IndexInputs:
+    """The inputs of one layer's indexer, read-only; see `IndexSpec`. Padding tokens come last and may hold anything.
+
+    Queries and keys are rotated and the key is normalised, ready to be cached. Each head and key is contiguous; the
+    strides of tokens and heads are arbitrary.
+    """
+
+    q: Tensor
+    """[num_tokens, num_q_heads, head_dim]."""
+    key: Tensor
+    """[num_tokens, head_dim]."""
+    weights: Tensor
+    """[num_tokens, num_q_heads]: how much each head counts, of either sign. A score that is NaN counts as the
+    highest."""
+
+    def part(self, tokens: slice) -> IndexInputs:
+        """A view of the inputs for a slice of tokens."""
+        return IndexInputs(self.q[tokens], self.key[tokens], self.weights[tokens])
+
+
+class ConvWeights(NamedTuple):
+    """The weights of a causal convolution of every channel on its own."""
+
+    weight: Tensor
+    """[channels, width] in the model's dtype; the last column is for the current token."""
+    bias: Tensor | None
+    """[channels], or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentInputs:
+    """One layer's inputs, read-only; see `RecurrentSpec`. Padding tokens come last and may hold anything.
+
+    The features of a token are contiguous; the strides of tokens are arbitrary, and 0 for a number that all share.
+    """
+
+    mixed: Tensor
+    """[num_tokens, channels]: queries and keys of all key heads, then values of all heads, before the convolution."""
+    decay: Tensor
+    """[num_tokens, num_heads], or [num_tokens, num_heads, key_dim] with decay per channel: fp32, logarithm of what is
+    left of the state, at most 0."""
+    beta: Tensor
+    """[num_tokens, num_heads] fp32: how much of a value is stored."""
+    conv: ConvWeights | None
+    """None if the layer has no convolution."""
+    skip: Tensor | None
+    """[num_heads] fp32 if the spec has a skip, otherwise None."""
+
+    def part(self, tokens: slice) -> RecurrentInputs:
+        """A view of the inputs for a slice of tokens."""
+        return replace(self, mixed=self.mixed[tokens], decay=self.decay[tokens], beta=self.beta[tokens])
+
+
+@dataclass(frozen=True, eq=False)
+class ConvolutionInputs:
+    """One layer's inputs, read-only. Padding tokens come last and may hold anything."""
+
+    x: Tensor
+    """[num_tokens, channels]; the channels of a token are contiguous."""
+    conv: ConvWeights
+
+    def part(self, tokens: slice) -> ConvolutionInputs:
+        """A view of the inputs for a slice of tokens."""
+        return replace(self, x=self.x[tokens])
+
+
+AttentionInputs: TypeAlias = SoftmaxQueries | LatentInputs | RecurrentInputs | ConvolutionInputs | IndexInputs
 """The inputs for one kind of spec. Those of a layer with its own softmax entries are `SoftmaxInputs`."""
 
 
@@ -198,7 +394,9 @@ class AttentionPlan(ABC, Generic[TakenT]):
         pools of the group's cache.
 
         `out` is contiguous and keeps its contents for padding tokens. Returns the LSE if and only if the step needs it,
-        in its own memory: one row per token, undefined for padding.
+        in its own memory: one row per token, undefined for padding. An indexer writes its choice to `out` [num_tokens,
+        top_k] int32, as `LatentInputs.chosen` says, and nothing there if the step is not sparse. A score that is NaN
+        counts as the highest.
         """
 
 

@@ -26,6 +26,12 @@ class Dimension(Enum):
     KIND = "kind of attention"
     GROUP_SIZE = "query heads on a key head"
     HEAD_DIM = "head dimension"
+    VALUE_DIM = "value dimension"
+    CONV_WIDTH = "tokens of the convolution"
+    """0 if there is none."""
+    UNIT_KEYS = "keys of unit length"
+    TOP_K = "chosen tokens"
+    """0 if a query attends to all that it sees."""
     PAGE_SIZE = "page size"
     DTYPE = "dtype"
     CACHE_DTYPE = "cache dtype"
@@ -36,6 +42,8 @@ class Dimension(Enum):
     SHARING = "pages shared between rows"
     PAGE_ORDER = "order of pages"
     """`in order` also for rows of at most two pages: orders only differ from three pages on."""
+    KEPT = "states kept"
+    SLOT_ORDER = "order of state slots"
     PADDING = "padding"
     REUSE = "steps planned before on the same backend"
     COMPANY = "rows beside the longest"
@@ -68,6 +76,17 @@ class Sharing(Enum):
     NONE = "none"
     PREFIX = "prefix"
     """Rows share the pages of a prefix."""
+
+
+class KeptStates(Enum):
+    """Values of `Dimension.KEPT`."""
+
+    LAST = "of last tokens"
+    """The state behind each row's last token alone."""
+    CHECKPOINTS = "checkpoints"
+    """States behind tokens inside a row too, for others to continue."""
+    GUESSES = "of guesses"
+    """The states behind the last tokens of a row, each of which may turn out to be the last one accepted."""
 
 
 class Padding(Enum):
@@ -112,6 +131,8 @@ class LaneUse(Enum):
 PLAIN_FEATURES = "plain"
 IN_ORDER = "in order"
 WITHOUT_CACHE = "transient"
+CHOOSES = "sparse"
+"""The feature without which `Dimension.TOP_K` is 0."""
 
 
 def features_name(names: Iterable[str]) -> str:
@@ -145,14 +166,27 @@ _NEVER_MEET: tuple[frozenset[tuple[Dimension, Value]], ...] = tuple(
         ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.SHARING, Sharing.PREFIX.value)),
         ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.REUSE, Reuse.GOES_ON.value)),
         ((Dimension.COMPANY, Company.ALONE.value), (Dimension.SHARING, Sharing.PREFIX.value)),
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.KEPT, KeptStates.CHECKPOINTS.value)),
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.KEPT, KeptStates.GUESSES.value)),
     )
 )
 
 
+_ORDERS = (Dimension.PAGE_ORDER, Dimension.SLOT_ORDER)
+
+
+def is_sparse(features: Value) -> bool:
+    """True if a value of `Dimension.FEATURES` says that queries attend to chosen tokens."""
+    return CHOOSES in str(features).split("+")
+
+
 def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool:
     """False if no step can have both values at once."""
+    if {one[0], two[0]} == {Dimension.FEATURES, Dimension.TOP_K}:
+        features, top_k = (one[1], two[1]) if one[0] is Dimension.FEATURES else (two[1], one[1])
+        return is_sparse(features) == (int(top_k) > 0)
     ordered = any(
-        a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] is Dimension.PAGE_ORDER and b[1] != IN_ORDER
+        a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] in _ORDERS and b[1] != IN_ORDER
         for a, b in ((one, two), (two, one))
     )
     return not ordered and frozenset((one, two)) not in _NEVER_MEET
@@ -183,6 +217,8 @@ def possible_span(
             return Span(span.high, span.high) if span.high > 0 else None
         case Dimension.PAGE_ORDER, Dimension.CONTEXT if value != IN_ORDER:
             return Span(span.high, span.high) if span.high > 0 else None
+        case Dimension.KEPT, Dimension.NEW_TOKENS | Dimension.STEP_TOKENS if value != KeptStates.LAST.value:
+            return _from(2, span)
         case Dimension.FEATURES, Dimension.WINDOW if "window" not in str(value).split("+"):
             return None
         case _:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import add
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -29,12 +30,15 @@ from sightline.attention.contract import (
     AttentionInputs,
     AttentionPlan,
     CachePolicy,
+    IndexInputs,
     Lse,
     StepLimits,
     StepView,
 )
 from sightline.attention.fingerprint import changed_parts, fingerprint_tensors
+from sightline.attention.groups import LayerGroup
 from sightline.attention.lanes import Depth, LaneGuard
+from sightline.attention.places import LayerPlace, last_before, layer_places
 from sightline.attention.rollout import REPEAT_ROLLOUT, LeasedSets, Renewal
 from sightline.attention.spec import Feature
 from sightline.attention.streams import HERE, PlanStream
@@ -44,18 +48,12 @@ from sightline.cache.pools import Pool
 from sightline.core.batch import Batch
 from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
+from sightline.core.pool_rows import PoolPages
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
 _ALIVE = frozenset({Feature.SEVERAL_PLANS})
-
-
-class LayerPlace(NamedTuple):
-    """The position of a model layer."""
-
-    group: int
-    layer: int
-    """Index in the pools of the group's cache."""
+_SPARSE = frozenset({Feature.SPARSE})
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +72,15 @@ class GroupPlan:
     policy: CachePolicy
     parts: tuple[PartPlan, ...]
     """One, or two: decode rows, then the others."""
+    needs: frozenset[Feature]
+    """See `StepView.needs`."""
+    choice: Tensor | None
+    """[max_step_tokens, top_k] int32: where indexers write, if these layers are some."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """See `StepView.is_sparse`."""
+        return Feature.SPARSE in self.needs
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +92,10 @@ class StepPlan:
     """Features requested beyond those that masks need."""
     groups: tuple[GroupPlan, ...]
     """Always all of them."""
-    places: tuple[LayerPlace, ...]
-    """Per model layer."""
+    places: Mapping[int, LayerPlace]
+    """By model layer: those that are in a group."""
+    indexers: Mapping[int, LayerPlace]
+    """By model layer: the last indexer at or before it, if there is one."""
     renewal: Renewal
 
 
@@ -117,7 +126,32 @@ class PlannedBatch:
 
     def attend(self, layer: int, inputs: AttentionInputs, out: Tensor) -> Lse | None:
         """Runs one model layer's attention, cache write included."""
-        place = self.plan.places[layer]
+        return self._run(self.plan.places[layer], inputs, out)
+
+    def choose(self, layer: int, inputs: IndexInputs) -> Tensor | None:
+        """Runs one model layer's indexer, which keeps its keys.
+
+        Returns what it chose, [num_tokens, top_k] int32, which is valid until an indexer of the same group chooses
+        again; None if the step is not sparse.
+        """
+        place = self.plan.indexers[layer]
+        self._run(place, inputs, self._choice(place))
+        return self.chosen(layer)
+
+    def chosen(self, layer: int) -> Tensor | None:
+        """Returns the choice of the last indexer at or before a model layer; None if the step is not sparse.
+
+        Layers run in order, so this is what the indexer wrote last to the room that the plan leased.
+        """
+        place = self.plan.indexers[layer]
+        return self._choice(place) if self.plan.groups[place.group].is_sparse else None
+
+    def _choice(self, place: LayerPlace) -> Tensor:
+        choice = self.plan.groups[place.group].choice
+        assert choice is not None, "a group of indexers has room for what they choose"
+        return choice[: self.batch.num_tokens]
+
+    def _run(self, place: LayerPlace, inputs: AttentionInputs, out: Tensor) -> Lse | None:
         parts = self.plan.groups[place.group].parts
         if len(parts) == 1:
             return parts[0].plan.run(place.layer, inputs, out)
@@ -149,6 +183,10 @@ class Planner:
         self._limits = limits
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
+        self._sources: dict[str, PoolPages] = dict(self._pools)
+        if lengths.states is not None and any(binding.cache.states.is_used for binding in bindings):
+            self._sources[lengths.states.key] = lengths.states
+        self._has_hot_entries = any(binding.cache.is_on_host for binding in bindings)
         self._workspace = workspace
         self._name = name
         self.side = side
@@ -161,12 +199,16 @@ class Planner:
         }
         self._static: dict[BatchMemory, PlanMemory] = {}
         """The plan buffers of batches at fixed addresses, which are at fixed addresses too."""
-        places = {
-            layer: LayerPlace(group, index)
-            for group, binding in enumerate(bindings)
-            for layer, index in zip(binding.group.layers, binding.group.pool_layers, strict=True)
+        self._places = layer_places(bindings, chooses=False)
+        self._indexers = last_before(layer_places(bindings, chooses=True), self._places)
+        self._choices = {
+            (binding.group.name, lane): workspace.lease(
+                name, f"choice of {binding.group.name}", lane, (limits.max_step_tokens, top_k), torch.int32
+            )
+            for binding in bindings
+            for lane in limits.lanes
+            if binding.group.chooses and (top_k := binding.group.spec.top_k) is not None
         }
-        self._places = tuple(places[layer] for layer in range(len(places)))
         self.num_plans = 0
         self.plan_seconds = 0.0
         """Host time of all plans."""
@@ -259,7 +301,7 @@ class Planner:
             parts=records,
             contents=self._contents(batch, memory) if self._paranoid else None,
         )
-        plan = StepPlan(certificate, needs, plans, self._places, renewal)
+        plan = StepPlan(certificate, needs, plans, self._places, self._indexers, renewal)
         self._issued.add(plan)
         self.num_plans += 1
         self.plan_seconds += time.perf_counter() - started
@@ -267,9 +309,28 @@ class Planner:
 
     def _views(self, batch: Batch, asked: frozenset[Feature], lane: Lane) -> tuple[StepView, ...]:
         """The step as each group's backends see it."""
-        needs = asked | mask_features(batch)
-        groups = [binding.group for binding in self._bindings]
-        return tuple([StepView(batch, policy_of(group, batch), lane, needs | group.needs) for group in groups])
+        needs, groups = asked | mask_features(batch), [binding.group for binding in self._bindings]
+        return tuple(
+            [
+                StepView(batch, policy_of(group, batch), lane, needs | group.needs | self._sparsity(group, batch))
+                for group in groups
+            ]
+        )
+
+    def _sparsity(self, group: LayerGroup, batch: Batch) -> frozenset[Feature]:
+        """Decides whether a step is sparse: some query may see more tokens than it reads. A captured step is sparse if
+        any step could be: its launches must not depend on contexts. With entries in host memory, so is every step that
+        reads a context: a dense one would read all of it from the host."""
+        top_k = group.spec.top_k
+        if top_k is None:
+            return frozenset()
+        is_static = batch.memory in self._static
+        if self._has_hot_entries and (is_static or max(batch.context_lens.bound, default=0) > 0):
+            return _SPARSE
+        if is_static:
+            return _SPARSE if self._limits.max_seq_len > top_k else frozenset()
+        longest = max(map(add, batch.context_lens.bound, batch.query_lens.bound), default=0)
+        return _SPARSE if longest > top_k else frozenset()
 
     def _plan_groups(
         self, steps: Sequence[StepView], asked: frozenset[Feature], memory: PlanMemory
@@ -278,7 +339,12 @@ class Planner:
         memory.begin()
         records: list[PartRecord] = []
         plans = [
-            GroupPlan(step.policy, self._plan_group(group, step, asked, memory, records))
+            GroupPlan(
+                step.policy,
+                self._plan_group(group, step, asked, memory, records),
+                step.needs,
+                self._choices.get((self._bindings[group].group.name, step.lane)),
+            )
             for group, step in enumerate(steps)
         ]
         return tuple(plans), tuple(records)
@@ -293,7 +359,8 @@ class Planner:
             place = binding.place(backend)
             buffers = memory.part(f"{binding.group.name}[{place}]")
             whole = rows == slice(0, step.batch.num_rows)
-            part = step if whole else part_of(step, rows, tokens, asked | binding.group.needs)
+            always = asked | binding.group.needs | (step.needs & _SPARSE)
+            part = step if whole else part_of(step, rows, tokens, always)
             check_part(serving, part, binding.group.name)
             plans.append(PartPlan(backend.plan(part, buffers), tokens))
             records.append(PartRecord(group, place, backend))
@@ -375,11 +442,11 @@ class Planner:
         """Why the batch itself cannot run: its pools are not ours, or its tensors or pages changed owner."""
         if batch.is_overwritten:
             return (f"the tensors of batch {batch.batch_id} were overwritten by a batch in the same memory",)
-        if batch.pools and batch.pools.keys() != self._pools.keys():
-            return (f"the batch speaks of pools {sorted(batch.pools)}, the planner has {sorted(self._pools)}",)
+        if batch.pools and batch.pools.keys() != self._sources.keys():
+            return (f"the batch speaks of pools {sorted(batch.pools)}, the planner has {sorted(self._sources)}",)
         changes = []
         for key, rows in batch.pools.items():
-            table = self._pools[key].table
+            table = self._sources[key]
             if rows.table_id != table.table_id:
                 changes.append(f"pool {key} is page table {table.table_id}, the batch was made from {rows.table_id}")
             elif (current := table.versions(batch.rows)) != versions[key]:

@@ -26,8 +26,9 @@ import torch
 
 from sightline.attention.capability import Capability, Requirement
 from sightline.attention.coverage import Coverage, Demand
-from sightline.attention.dimensions import Dimension
+from sightline.attention.dimensions import Dimension, Value
 from sightline.attention.selection import Candidate, Doubt
+from sightline.attention.spec import PAGED_KINDS
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
@@ -260,16 +261,16 @@ def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
 def _least_demand(need: Requirement) -> Demand:
     """The demand that applies whatever the steps are."""
     spec = need.spec
-    return Demand(
-        {},
-        {
-            Dimension.HEAD_DIM: frozenset({spec.head_dim}),
-            Dimension.GROUP_SIZE: frozenset({spec.group_size}),
-            Dimension.PAGE_SIZE: frozenset({need.page_size}),
-            Dimension.DTYPE: frozenset({dtype_name(need.dtype)}),
-            Dimension.CACHE_DTYPE: frozenset({dtype_name(need.cache_dtype)}),
-        },
-    )
+    values: dict[Dimension, frozenset[Value]] = {
+        Dimension.HEAD_DIM: frozenset({spec.head_dim}),
+        Dimension.GROUP_SIZE: frozenset({spec.group_size}),
+        Dimension.DTYPE: frozenset({dtype_name(need.dtype)}),
+        **{dimension: frozenset({value}) for dimension, value in spec.proof_values.items()},
+    }
+    if spec.kind in PAGED_KINDS:
+        values[Dimension.PAGE_SIZE] = frozenset({need.page_size})
+        values[Dimension.CACHE_DTYPE] = frozenset({dtype_name(need.cache_dtype)})
+    return Demand({}, values)
 
 
 def _read(path: Path, identity: Identity | None) -> Proof | str | None:

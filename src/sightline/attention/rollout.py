@@ -59,7 +59,7 @@ class LeasedSets:
 
 
 def following_steps(first: Batch, steps: int) -> tuple[Batch, ...]:
-    """The batches of a rollout of so many steps, of which `first` is the first one.
+    """Returns the batches of a rollout of `steps` steps; `first` is the first of them.
 
     Each later step has the same rows, with one new token that the step before it chooses from its logits, one per row.
     Rows under a CONTEXT mask keep no entries: all their steps are at the same position. The others must have pages for
@@ -78,6 +78,7 @@ def following_steps(first: Batch, steps: int) -> tuple[Batch, ...]:
             masks=[CONTEXT if stays else CAUSAL for stays in frozen],
             positions=(None,) * count,
             unread=range(count),
+            num_candidates=(1,) * count,
         )
         batches.append(Batch(work, first.sources, first.device, awaited=count))
     return tuple(batches)

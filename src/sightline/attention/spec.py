@@ -1,18 +1,19 @@
-"""Attention specs: what a layer computes, as data. Layers with equal specs form a group.
+"""Attention specs: what a layer computes, as data.
 
 Knows the mathematics of a layer. Does not know who computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
-from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec, ScalesByPlane
+from sightline.attention.dimensions import Dimension, Value
+from sightline.cache.spec import NO_STATES, SCALED_DTYPES, PlaneSpec, PoolSpec, ScalesByPlane, StateSpec
 
 
 class SpecKind(Enum):
@@ -20,6 +21,10 @@ class SpecKind(Enum):
 
     SOFTMAX = "softmax"
     LATENT = "latent"
+    RECURRENT = "recurrent"
+    CONVOLUTION = "convolution"
+    INDEX = "index"
+    """Chooses the tokens that a layer of sparse attention reads."""
 
 
 class Feature(Enum):
@@ -40,10 +45,36 @@ class Feature(Enum):
     """A row's result does not depend, bit for bit, on the other rows."""
     SEVERAL_PLANS = "several-plans"
     """Several plans of one lane may be alive at once: all that they derive is in their own plan buffers."""
+    DELTA_RULE = "delta-rule"
+    """A recurrent layer stores the difference between a value and what its key recalls, not the value itself."""
+    CHANNEL_DECAY = "channel-decay"
+    """Every key dimension of a recurrent state decays at its own rate, not all of a head at one."""
+    SKIP = "skip"
+    """A recurrent layer adds a multiple of each value to its output."""
+    SPARSE = "sparse"
+    """A query attends only to the entries that an indexer chose for it."""
 
 
 SOFTMAX_ONLY = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.SHARED_CACHE})
 """Features that latent attention does not have."""
+LATENT_ONLY = frozenset({Feature.SPARSE})
+"""Features that softmax attention over keys and values does not have."""
+RECURRENT_ONLY = frozenset({Feature.DELTA_RULE, Feature.CHANNEL_DECAY, Feature.SKIP})
+"""Features of recurrent layers alone."""
+PLAN_FEATURES = frozenset({Feature.DETERMINISTIC, Feature.BATCH_INVARIANT, Feature.SEVERAL_PLANS})
+"""Features that say how a backend computes, not what."""
+ENTRY_KINDS = frozenset({SpecKind.SOFTMAX, SpecKind.LATENT})
+"""Layers that attend to an entry of each token."""
+PAGED_KINDS = ENTRY_KINDS | {SpecKind.INDEX}
+"""Layers that keep something of each token in pages."""
+STATE_KINDS = frozenset({SpecKind.RECURRENT, SpecKind.CONVOLUTION})
+"""Layers that keep a state for each sequence."""
+RECURRENT_FEATURES = RECURRENT_ONLY | PLAN_FEATURES
+"""Every feature that a recurrent layer may need."""
+CONVOLUTION_FEATURES = PLAN_FEATURES
+"""Every feature that a convolution may need."""
+INDEX_FEATURES = LATENT_ONLY | PLAN_FEATURES | {Feature.NON_CAUSAL, Feature.TREE_MASK}
+"""Every feature that an indexer may need."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +91,10 @@ class SoftmaxSpec:
     """Scores become cap * tanh(score / cap)."""
     sinks: bool = False
     """Each head has a learned logit that adds to the softmax denominator and contributes no value."""
+    top_k: ClassVar[None] = None
+    """None: a query attends to every key that it sees."""
+    proof_values: ClassVar[Mapping[Dimension, Value]] = {}
+    """Values that a proof must cover, beyond heads and features: none."""
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -105,12 +140,22 @@ class SoftmaxSpec:
         }
         return frozenset(feature for feature, wanted in needed.items() if wanted)
 
+    def step_costs(self) -> tuple[int, int]:
+        """Multiplications of each token, and of each pair of a token and one before it. A window counts as full."""
+        pair = self.num_q_heads * sum(self.expanded_dims)
+        return (0, pair) if self.window is None else (pair * self.window, 0)
+
     def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
         """The cache that `num_layers` layers of this spec need; `dtype` is the cache's, `scales` are for these
         layers."""
         entry = (self.num_kv_heads, self.head_dim)
         planes = tuple(PlaneSpec.scaled(name, entry, dtype, scales) for name in ("k", "v"))
         return (PoolSpec("kv", planes, num_layers),)
+
+    def states(self, num_layers: int) -> StateSpec:
+        """None: a token's entry never changes."""
+        del num_layers
+        return NO_STATES
 
 
 @dataclass(frozen=True)
@@ -129,6 +174,14 @@ class LatentSpec:
     nope_dim: int
     value_dim: int
     scale: float
+    top_k: int | None = None
+    """A query attends to at most this many entries, which an indexer chooses; None: to all that it sees."""
+    window: ClassVar[None] = None
+    """None: a query may see every key before it."""
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"expected at least 1 chosen entry, got a top_k of {self.top_k}")
 
     @property
     def kind(self) -> SpecKind:
@@ -152,11 +205,7 @@ class LatentSpec:
     @property
     def label(self) -> str:
         """Human-readable name."""
-        return "latent attention"
-
-    @property
-    def window(self) -> None:
-        """None: a query sees every key before it."""
+        return "latent attention" if self.top_k is None else f"latent attention to {self.top_k} chosen tokens"
 
     @property
     def out_dim(self) -> int:
@@ -164,104 +213,276 @@ class LatentSpec:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Empty: nothing beyond the kind is needed."""
-        return frozenset()
+        """Features that a backend must have to compute this spec."""
+        return frozenset() if self.top_k is None else frozenset({Feature.SPARSE})
+
+    @property
+    def proof_values(self) -> Mapping[Dimension, Value]:
+        """Values that a proof must cover, beyond heads and features."""
+        return {} if self.top_k is None else {Dimension.TOP_K: self.top_k}
+
+    def step_costs(self) -> tuple[int, int]:
+        """Multiplications of each token, and of each pair of a token and one before it. Chosen entries count as if a
+        query had all of them."""
+        pair = self.num_q_heads * sum(self.expanded_dims)
+        return (0, pair) if self.top_k is None else (pair * self.top_k, 0)
 
     def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
         """One row [latent | rope] per token and layer; `dtype` is the cache's, `scales` are for these layers."""
         return (PoolSpec("latent", (PlaneSpec.scaled("entry", (self.head_dim,), dtype, scales),), num_layers),)
 
+    def states(self, num_layers: int) -> StateSpec:
+        """None: a token's entry never changes."""
+        del num_layers
+        return NO_STATES
 
-AttentionSpec: TypeAlias = SoftmaxSpec | LatentSpec
 
-
-@dataclass(frozen=True)
-class Loan:
-    """Whose entries the layers of a group read."""
-
-    lender: str
-    """The group that owns the pools."""
-    layers: tuple[int, ...]
-    """For each layer that borrows, the index of its lender in these pools."""
+UNIT_EPSILON = 1e-6
+"""Added to the sum of squares of a vector that is divided by its length."""
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers with the same spec, which share pools, a backend and a plan."""
+class RecurrentSpec:
+    """A state per head that each token updates, instead of entries per token (linear attention, Mamba-2).
 
-    name: str
-    spec: AttentionSpec
-    layers: tuple[int, ...]
-    """Model layer indices, in order."""
-    loan: Loan | None = None
-    """None if the group has pools of its own."""
+    mixed   [ queries | keys | values ]             per token; queries and keys of key heads, values of heads
+            a causal convolution over the last `conv_width` tokens, then SiLU, if the layer has one
+    state   = exp(decay) * state                    [key_dim, value_dim] per head, fp32
+    state  += key ⊗ beta * (value - recalled)       recalled = key @ state with the delta rule, otherwise 0
+    output  = scale * query @ state + skip * value
 
-    @property
-    def owner(self) -> str:
-        """The group whose pools are read."""
-        return self.name if self.loan is None else self.loan.lender
-
-    @property
-    def pool_layers(self) -> tuple[int, ...]:
-        """For each layer, the index of its entries in the pools."""
-        return tuple(range(len(self.layers))) if self.loan is None else self.loan.layers
-
-    @property
-    def needs(self) -> frozenset[Feature]:
-        """Features that every step of the group needs in addition to those of the spec."""
-        return frozenset() if self.loan is None else frozenset({Feature.SHARED_CACHE})
-
-    def cache_spec(self, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> GroupCacheSpec:
-        """The pools that the group owns. `dtype` is the cache's; `scales` cover all layers of the model."""
-        if self.loan is not None:
-            return GroupCacheSpec(self.name, ())
-        own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
-        return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype, own))
-
-
-Lenders: TypeAlias = Mapping[int, int]
-"""For each layer that borrows, the layer whose entries it reads. Others have entries of their own."""
-
-
-def group_layers(
-    specs: Sequence[AttentionSpec], network: str = "", lenders: Lenders | None = None
-) -> tuple[LayerGroup, ...]:
-    """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network.
-
-    Layers that borrow are in groups of their own, one for each group that lends to them.
+    Head h has the query and the key of key head h // group_size.
     """
-    lenders = lenders or {}
-    for layer, lender in lenders.items():
-        if not 0 <= lender < layer or lender in lenders:
-            raise ValueError(f"expected layer {layer} to borrow from an earlier one with its own entries, got {lender}")
-    members: dict[AttentionSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        if layer not in lenders:
-            members.setdefault(spec, []).append(layer)
-    owners = tuple(
-        LayerGroup(f"{network}group{index}", spec, tuple(layers))
-        for index, (spec, layers) in enumerate(members.items())
-    )
-    return owners + borrow_layers({layer: specs[layer] for layer in sorted(lenders)}, lenders, owners)
 
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    delta_rule: bool
+    channel_decay: bool
+    """True if every key dimension has its own decay; otherwise a head has one."""
+    unit_keys: bool
+    """True if queries and keys are divided by their lengths, sqrt(sum of squares + `UNIT_EPSILON`)."""
+    conv_width: int
+    """Tokens that the convolution sees, the current one included; 0: there is none."""
+    skip: bool = False
+    """True if `skip` times each head's value is added to the output."""
+    window: ClassVar[None] = None
+    """None: a token sees the state, not keys."""
+    top_k: ClassVar[None] = None
 
-def borrow_layers(
-    specs: Mapping[int, AttentionSpec], lenders: Lenders, owners: Sequence[LayerGroup], network: str = ""
-) -> tuple[LayerGroup, ...]:
-    """Groups layers that borrow from layers of `owners`, which may be another network's."""
-    places = {layer: (group, index) for group in owners for index, layer in enumerate(group.layers)}
-    members: dict[tuple[AttentionSpec, str], list[int]] = {}
-    for layer, spec in specs.items():
-        owner, _ = places[lenders[layer]]
-        read, written = (each.pools(1, torch.float32) for each in (spec, owner.spec))
-        if read != written:
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_key_heads:
             raise ValueError(
-                f"expected layer {layer} to read entries of the shape that layer {lenders[layer]} writes, got "
-                f"{read} and {written}"
+                f"expected heads in whole groups, got {self.num_heads} heads on {self.num_key_heads} key heads"
             )
-        members.setdefault((spec, owner.name), []).append(layer)
-    groups = []
-    for number, ((spec, lender), layers) in enumerate(members.items()):
-        loan = Loan(lender, tuple(places[lenders[layer]][1] for layer in layers))
-        groups.append(LayerGroup(f"{network}{lender}.borrowed{number}", spec, tuple(layers), loan))
-    return tuple(groups)
+        if self.conv_width == 1 or self.conv_width < 0:
+            raise ValueError(f"expected a convolution over at least 2 tokens, or 0 for none, got {self.conv_width}")
+
+    @property
+    def kind(self) -> SpecKind:
+        return SpecKind.RECURRENT
+
+    @property
+    def num_q_heads(self) -> int:
+        """Heads of the output."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.key_dim
+
+    @property
+    def out_dim(self) -> int:
+        return self.value_dim
+
+    @property
+    def group_size(self) -> int:
+        """Heads that share a key head."""
+        return self.num_heads // self.num_key_heads
+
+    @property
+    def expanded_dims(self) -> tuple[int, int]:
+        """Key and value dimensions of a head."""
+        return self.key_dim, self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token, side by side."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def label(self) -> str:
+        """Human-readable name."""
+        rule = "delta rule" if self.delta_rule else "linear attention"
+        return f"{rule} with decay per {'channel' if self.channel_decay else 'head'}"
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Features that a backend must have to compute this spec."""
+        needed = {
+            Feature.DELTA_RULE: self.delta_rule,
+            Feature.CHANNEL_DECAY: self.channel_decay,
+            Feature.SKIP: self.skip,
+        }
+        return frozenset(feature for feature, wanted in needed.items() if wanted)
+
+    def step_costs(self) -> tuple[int, int]:
+        """Multiplications of each token: decay, update and query of the state, and the convolution."""
+        times = 4 if self.delta_rule else 3
+        return times * self.num_heads * self.key_dim * self.value_dim + self.channels * self.conv_width, 0
+
+    @property
+    def proof_values(self) -> Mapping[Dimension, Value]:
+        """Values that a proof must cover, beyond heads and features."""
+        return {
+            Dimension.VALUE_DIM: self.value_dim,
+            Dimension.CONV_WIDTH: self.conv_width,
+            Dimension.UNIT_KEYS: int(self.unit_keys),
+        }
+
+    def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
+        """None: no entry is kept per token."""
+        del num_layers, dtype, scales
+        return ()
+
+    def states(self, num_layers: int) -> StateSpec:
+        """What is kept of each sequence: the state of every head, and the last inputs of the convolution."""
+        state = PlaneSpec("state", (self.num_heads, self.key_dim, self.value_dim), torch.float32)
+        tail = PlaneSpec("tail", (self.channels, self.conv_width - 1), torch.float32)
+        return StateSpec((state, tail) if self.conv_width else (state,), num_layers)
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """A causal convolution of every channel over the last tokens, without an activation (LFM2).
+
+    output = sum over i of weight[i] * input[t - width + 1 + i] + bias, with inputs of 0 before the first token.
+    """
+
+    channels: int
+    width: int
+    num_q_heads: ClassVar[int] = 1
+    """The channels are one head."""
+    group_size: ClassVar[int] = 1
+    window: ClassVar[None] = None
+    """None: the width is part of the computation."""
+    top_k: ClassVar[None] = None
+    features: ClassVar[frozenset[Feature]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.width < 2:
+            raise ValueError(f"expected a convolution over at least 2 tokens, got {self.width}")
+
+    @property
+    def kind(self) -> SpecKind:
+        return SpecKind.CONVOLUTION
+
+    @property
+    def head_dim(self) -> int:
+        return self.channels
+
+    @property
+    def out_dim(self) -> int:
+        return self.channels
+
+    @property
+    def expanded_dims(self) -> tuple[int, int]:
+        return self.channels, self.channels
+
+    @property
+    def label(self) -> str:
+        """Human-readable name."""
+        return f"convolution over {self.width} tokens"
+
+    def step_costs(self) -> tuple[int, int]:
+        """Multiplications of each token."""
+        return self.channels * self.width, 0
+
+    @property
+    def proof_values(self) -> Mapping[Dimension, Value]:
+        """Values that a proof must cover, beyond heads and features."""
+        return {Dimension.CONV_WIDTH: self.width}
+
+    def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
+        """None: no entry is kept per token."""
+        del num_layers, dtype, scales
+        return ()
+
+    def states(self, num_layers: int) -> StateSpec:
+        """What is kept of each sequence: its last inputs."""
+        return StateSpec((PlaneSpec("tail", (self.channels, self.width - 1), torch.float32),), num_layers)
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """An indexer: scores every token that a query sees with small heads, and chooses the `top_k` best (DeepSeek's DSA).
+
+    score    = sum over heads h of weight[h] * max(0, query[h] . key)       one key a token, for all heads
+    chosen   the tokens with the highest scores, of equal ones those at lower positions; all if there are no more
+
+    Models also scale the scores, which changes no choice.
+    """
+
+    num_q_heads: int
+    head_dim: int
+    top_k: int
+    window: ClassVar[None] = None
+    """None: a query sees every key before it."""
+    features: ClassVar[frozenset[Feature]] = frozenset({Feature.SPARSE})
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"expected at least 1 chosen token, got a top_k of {self.top_k}")
+
+    @property
+    def kind(self) -> SpecKind:
+        return SpecKind.INDEX
+
+    @property
+    def group_size(self) -> int:
+        """All heads share the one key of a token."""
+        return self.num_q_heads
+
+    @property
+    def out_dim(self) -> int:
+        """Tokens that are chosen for a query."""
+        return self.top_k
+
+    @property
+    def expanded_dims(self) -> tuple[int, int]:
+        """The dimension of a key; there are no values."""
+        return self.head_dim, 0
+
+    @property
+    def label(self) -> str:
+        """Human-readable name."""
+        return f"choice of {self.top_k} tokens"
+
+    def step_costs(self) -> tuple[int, int]:
+        """Multiplications of each token, and of each pair of a token and one before it."""
+        return 0, self.num_q_heads * (self.head_dim + 1)
+
+    @property
+    def proof_values(self) -> Mapping[Dimension, Value]:
+        """Values that a proof must cover, beyond heads and features."""
+        return {Dimension.TOP_K: self.top_k}
+
+    def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
+        """One key per token and layer; `dtype` is the cache's. Keys of 8-bit floats have a scale each."""
+        del scales
+        planes = [PlaneSpec("key", (self.head_dim,), dtype)]
+        if dtype in SCALED_DTYPES:
+            planes.append(PlaneSpec("scale", (1,), torch.float32))
+        return (PoolSpec("index", tuple(planes), num_layers),)
+
+    def states(self, num_layers: int) -> StateSpec:
+        """None: a token's key never changes."""
+        del num_layers
+        return NO_STATES
+
+
+EntrySpec: TypeAlias = SoftmaxSpec | LatentSpec
+"""Layers that attend to an entry of each token."""
+AttentionSpec: TypeAlias = EntrySpec | RecurrentSpec | ConvolutionSpec | IndexSpec

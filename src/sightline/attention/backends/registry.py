@@ -10,13 +10,22 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+from sightline.attention.backends.fla import rows as fla_rows
 from sightline.attention.backends.flash_attention import rows as flash_attention_rows
 from sightline.attention.backends.flashinfer import rows as flashinfer_rows
+from sightline.attention.backends.flashinfer.blackwell import rows as blackwell_rows
 from sightline.attention.backends.numba import rows as numba_rows
 from sightline.attention.backends.reference.backend import ReferenceBackend
+from sightline.attention.backends.reference.convolution_backend import ReferenceConvolutionBackend
+from sightline.attention.backends.reference.index_backend import ReferenceIndexBackend
 from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
+from sightline.attention.backends.reference.recurrent_backend import ReferenceRecurrentBackend
+from sightline.attention.backends.tokenspeed import rows as tokenspeed_rows
 from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.convolution_backend import TorchConvolutionBackend
+from sightline.attention.backends.torch.index_backend import TorchIndexBackend
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.recurrent_backend import TorchRecurrentBackend
 from sightline.attention.backends.triton import rows as triton_rows
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
@@ -35,7 +44,10 @@ def _lazily(place: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:
 _TRITON = "fast decode on NVIDIA GPUs from Ampere on, planned on the device; pip install 'sightline[cuda]'"
 _FLASHINFER = "the fastest prefill, and latent decode of many rows, on Hopper; pip install 'sightline[cuda]'"
 _NUMBA = "decode on a CPU that reads pages in place and can be recorded; pip install 'sightline[cpu]'"
+_FLA = "recurrent layers to compare ours with, tuned on the first call; pip install 'sightline[fla]'"
 _FLASH_ATTENTION = "prefill on Hopper that compiles in seconds, with sinks; pip install 'sightline[flash-attention]'"
+_BLACKWELL = "kernels for Blackwell (compute capabilities 10.0 and 10.3); pip install 'sightline[cuda]'"
+_TOKENSPEED = "latent decode on Blackwell (compute capabilities 10.0 and 10.3); pip install 'sightline[tokenspeed]'"
 
 
 def _own(
@@ -43,8 +55,14 @@ def _own(
     load: Callable[[], type[AttentionBackend[Any, Any]]],
     rows: tuple[Capability, ...],
     brings: str,
+    *,
+    by_default: bool = True,
 ) -> Candidate:
-    """A backend of Sightline's own whose library may be missing or broken."""
+    """A backend of Sightline's own whose library may be missing or broken.
+
+    `by_default` is False for one that serves only if it is requested by name, such as those for devices that nobody
+    here has.
+    """
 
     def checked() -> type[AttentionBackend[Any, Any]]:
         try:
@@ -55,12 +73,25 @@ def _own(
                 f"{type(error).__name__}: {error}; mend or uninstall it, or choose another attention backend"
             ) from error
 
-    return Candidate(name, True, "sightline", checked, lambda: rows, brings)
+    return Candidate(name, by_default, "sightline", checked, lambda: rows, brings)
 
 
 BUILT_IN: tuple[Candidate, ...] = (
     _own("triton", _lazily("triton.backend:TritonBackend"), triton_rows.ROWS, _TRITON),
     _own("triton-latent", _lazily("triton.latent_backend:TritonLatentBackend"), triton_rows.LATENT_ROWS, _TRITON),
+    _own(
+        "triton-recurrent",
+        _lazily("triton.recurrent_backend:TritonRecurrentBackend"),
+        triton_rows.RECURRENT_ROWS,
+        _TRITON,
+    ),
+    _own(
+        "triton-convolution",
+        _lazily("triton.convolution_backend:TritonConvolutionBackend"),
+        triton_rows.CONVOLUTION_ROWS,
+        _TRITON,
+    ),
+    _own("triton-index", _lazily("triton.index_backend:TritonIndexBackend"), triton_rows.INDEX_ROWS, _TRITON),
     _own("flashinfer", _lazily("flashinfer.backend:FlashInferBackend"), flashinfer_rows.ROWS, _FLASHINFER),
     _own(
         "flashinfer-latent",
@@ -68,6 +99,13 @@ BUILT_IN: tuple[Candidate, ...] = (
         flashinfer_rows.LATENT_ROWS,
         _FLASHINFER,
     ),
+    _own(
+        "flashinfer-recurrent",
+        _lazily("flashinfer.recurrent_backend:FlashInferRecurrentBackend"),
+        flashinfer_rows.RECURRENT_ROWS,
+        _FLASHINFER,
+    ),
+    _own("fla-recurrent", _lazily("fla.recurrent_backend:FlaRecurrentBackend"), fla_rows.RECURRENT_ROWS, _FLA),
     _own(
         "flash_attention",
         _lazily("flash_attention.backend:FlashAttentionBackend"),
@@ -80,12 +118,58 @@ BUILT_IN: tuple[Candidate, ...] = (
         flash_attention_rows.LATENT_ROWS,
         _FLASH_ATTENTION,
     ),
+    _own(
+        "trtllm",
+        _lazily("flashinfer.blackwell.backend:TrtllmBackend"),
+        blackwell_rows.ROWS,
+        _BLACKWELL,
+        by_default=False,
+    ),
+    _own(
+        "trtllm-latent",
+        _lazily("flashinfer.blackwell.trtllm_latent_backend:TrtllmLatentBackend"),
+        blackwell_rows.TRTLLM_LATENT_ROWS,
+        _BLACKWELL,
+        by_default=False,
+    ),
+    _own(
+        "cutedsl-latent",
+        _lazily("flashinfer.blackwell.cutedsl_latent_backend:CuteDslLatentBackend"),
+        blackwell_rows.CUTEDSL_LATENT_ROWS,
+        _BLACKWELL,
+        by_default=False,
+    ),
+    _own(
+        "tokenspeed-latent",
+        _lazily("tokenspeed.latent_backend:TokenSpeedLatentBackend"),
+        tokenspeed_rows.LATENT_ROWS,
+        _TOKENSPEED,
+        by_default=False,
+    ),
     _own("numba", _lazily("numba.backend:NumbaBackend"), numba_rows.ROWS, _NUMBA),
     _own("numba-latent", _lazily("numba.latent_backend:NumbaLatentBackend"), numba_rows.LATENT_ROWS, _NUMBA),
+    _own(
+        "numba-recurrent",
+        _lazily("numba.recurrent_backend:NumbaRecurrentBackend"),
+        numba_rows.RECURRENT_ROWS,
+        _NUMBA,
+    ),
+    _own(
+        "numba-convolution",
+        _lazily("numba.convolution_backend:NumbaConvolutionBackend"),
+        numba_rows.CONVOLUTION_ROWS,
+        _NUMBA,
+    ),
     Candidate.of("torch", TorchBackend, "sightline", by_default=True),
     Candidate.of("torch-latent", TorchLatentBackend, "sightline", by_default=True),
+    Candidate.of("torch-recurrent", TorchRecurrentBackend, "sightline", by_default=True),
+    Candidate.of("torch-index", TorchIndexBackend, "sightline", by_default=True),
+    Candidate.of("torch-convolution", TorchConvolutionBackend, "sightline", by_default=True),
     Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),
     Candidate.of("reference-latent", ReferenceLatentBackend, "sightline", by_default=False),
+    Candidate.of("reference-recurrent", ReferenceRecurrentBackend, "sightline", by_default=False),
+    Candidate.of("reference-index", ReferenceIndexBackend, "sightline", by_default=False),
+    Candidate.of("reference-convolution", ReferenceConvolutionBackend, "sightline", by_default=False),
 )
 
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sightline.attention.contract import LatentInputs
+from sightline.attention.contract import EntryPlan, LatentInputs
 from sightline.attention.shared.entry_planes import EntryPlane
-from sightline.attention.shared.key_sources import TileTokens
 from sightline.attention.shared.merge import PartialResults, merge_states
+from sightline.attention.shared.tile_tokens import TileTokens
 from sightline.attention.spec import LatentSpec
 from sightline.kernels.latent_attention import (
     absorb_queries,
@@ -175,3 +175,55 @@ class Expansion:
         expand_entries(entries, run.inputs.key_up, run.inputs.value_up, keys, values)
         for block in self.blocks:
             block(run)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """Queries that attend to chosen entries, turn after turn, as many at a time as `gathered` has room for."""
+
+    plan: EntryPlan
+    num_tokens: int
+    """Tokens of rows: those behind them are padding."""
+
+    def __call__(self, run: LayerRun) -> None:
+        chosen = run.inputs.chosen
+        assert chosen is not None, "a sparse step has a choice"
+        most = max(1, run.scratch.gathered.shape[0] // chosen.shape[1])
+        for turn in self.plan.turns:
+            turn.fetch(run.layer, chosen)
+            tokens = turn.tokens
+            count = tokens.indices.shape[0]
+            if tokens.contiguous is not None:
+                count = min(count, self.num_tokens - tokens.contiguous.start)
+            for start in range(0, count, most):
+                part = slice(start, min(start + most, count))
+                self._attend(run, tokens.part(part), turn.slots(chosen, part))
+
+    def _attend(self, run: LayerRun, tokens: TileTokens, slots: Tensor) -> None:
+        """`slots` [num_tokens, top_k] are those of the tokens."""
+        spec, inputs = run.spec, run.inputs
+        assert inputs.chosen is not None
+        entries = self._entries(run, slots)
+        q_nope, q_rope, chosen = (
+            tokens.of(each).flatten(0, 1) for each in (inputs.q_nope, inputs.q_rope, inputs.chosen)
+        )
+        q = q_nope.new_empty(entries.shape[0], spec.num_q_heads, spec.head_dim)
+        absorb_queries(q_nope, q_rope, inputs.key_up, q)
+        bias = q.new_zeros(entries.shape[0], 1, 1, chosen.shape[1], dtype=torch.float32)
+        bias[:, 0, 0].masked_fill_(chosen < 0, -torch.inf)
+        found, lse = attend_entries_with_lse(
+            q.unsqueeze(1), entries, bias, scale=spec.scale, latent_dim=spec.latent_dim
+        )
+        if run.lse is not None:
+            tokens.put(run.lse, lse)
+        values = q.new_empty(entries.shape[0], spec.num_q_heads, spec.value_dim)
+        project_values(found.squeeze(1), inputs.value_up, values)
+        tokens.put(run.out, values)
+
+    def _entries(self, run: LayerRun, slots: Tensor) -> Tensor:
+        """[num_tokens, top_k, latent + rope]."""
+        if self.plan.reads_step:
+            return run.scratch.step[slots]
+        gathered = run.scratch.gathered[: slots.numel()]
+        self.plan.gather(run.layer, slots.view(-1), gathered)
+        return gathered.view(*slots.shape, -1)

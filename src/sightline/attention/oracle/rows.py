@@ -7,6 +7,7 @@ know what an entry holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sightline.attention.oracle.attention import loaded_entries, stored_entries,
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
+from sightline.cache.states import StatePool
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 
@@ -76,12 +78,47 @@ class ReferenceStep:
             plane[slot] = stored_entries(new[token], plane.dtype, scale)
 
 
+@dataclass(frozen=True, eq=False)
+class StateRow:
+    """One row of a step, with the slots of its states."""
+
+    tokens: slice
+    read_slot: int | None
+    """None if the row begins with an empty state."""
+    write_slots: tuple[int, ...]
+    """The slot of the state behind each token, 0 for none; empty if none is kept."""
+
+    def read(self, states: StatePool, plane: str, layer: int, empty: Tensor) -> Tensor:
+        """Returns the state that the row begins with, from a layer's plane."""
+        return empty if self.read_slot is None else states.plane(plane)[layer, self.read_slot]
+
+    def write(self, states: StatePool, plane: str, layer: int, found: Tensor) -> None:
+        """Writes the states in `found` [query_len, ...] that are kept, one by one."""
+        for token, slot in enumerate(self.write_slots):
+            if slot:
+                states.plane(plane)[layer, slot] = found[token]
+
+
+def state_rows(step: StepView) -> tuple[StateRow, ...]:
+    """The rows of a step that have tokens."""
+    offsets, slots, rows = step.batch.query_offsets_host(), step.states, []
+    for row, (start, stop) in enumerate(pairwise(offsets)):
+        if start == stop:
+            continue
+        if slots is None:
+            rows.append(StateRow(slice(start, stop), None, ()))
+        else:
+            written = tuple(slots.write_slots[start:stop].tolist())
+            rows.append(StateRow(slice(start, stop), int(slots.read_slots[row]), written))
+    return tuple(rows)
+
+
 def _walk(pool: Pool, table_row: int, length: int) -> list[int]:
     pages, size = pool.table.pages[table_row].tolist(), pool.page_size
     return [pages[entry // size] * size + entry % size for entry in range(length)]
 
 
-def reference_capability(kind: SpecKind, features: frozenset[Feature]) -> Capability:
+def reference_capability(kind: SpecKind, features: frozenset[Feature], *, hot_entries: bool = False) -> Capability:
     """A capability row that serves everything of one kind."""
     return Capability(
         spec_kinds=frozenset({kind}),
@@ -94,4 +131,5 @@ def reference_capability(kind: SpecKind, features: frozenset[Feature]) -> Capabi
         page_sizes=ANY,
         features=features,
         host_lengths=HostLengths.EXACT,
+        hot_entries=hot_entries,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import StepView
 from sightline.attention.shared.entry_planes import is_scaled
-from sightline.attention.shared.key_sources import TileTokens
+from sightline.attention.shared.tile_tokens import TileTokens
 from sightline.attention.shared.tiles import (
     RowSpan,
     fill_bias,

@@ -6,6 +6,7 @@ Which of the two is decided once, when a backend is built. Does not know which e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class EntryPlane(ABC):
 
 
 class PlainPlane(EntryPlane):
-    """Stores the values themselves, in the compute dtype."""
+    """Stores the values themselves, in the dtype of the plane."""
 
     def __init__(self, plane: Tensor) -> None:
         self._plane = plane
@@ -60,7 +61,11 @@ def is_scaled(pool: Pool) -> bool:
 
 def entry_planes(pool: Pool, name: str) -> tuple[EntryPlane, ...]:
     """A plane of a pool, per layer."""
-    layers = pool.plane(name).unbind(0)
+    return accessors(pool.plane(name).unbind(0), pool, name)
+
+
+def accessors(layers: Sequence[Tensor], pool: Pool, name: str) -> tuple[EntryPlane, ...]:
+    """Accessors for tensors [num_slots, ...] that hold entries as a plane of the pool does, per layer."""
     if not is_scaled(pool):
         return tuple(PlainPlane(plane) for plane in layers)
     return tuple(ScaledPlane(plane, scale) for plane, scale in zip(layers, pool.scales(name), strict=True))

@@ -28,6 +28,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.shared.page_rows import filled
 from sightline.attention.shared.step_tokens import StepTokens
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
@@ -153,7 +154,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         starts = [0]
         for row in rows:
             starts.append(starts[-1] + query_lens[row])
-        query_offsets = _filled(f"{name}.query offsets", starts, buffers)
+        query_offsets = filled(f"{name}.query offsets", starts, buffers)
         tokens = new_keys
         if len(rows) == batch.num_rows:
             # Includes trailing padding, which no offset reaches, so that the launch does not depend on its size.
@@ -163,7 +164,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             lens = [context_lens[row] + query_lens[row] for row in rows]
             most = self._pool.table.max_pages if decode else -(-max(lens) // self._pool.page_size)
             table = self._plan_table(name, rows, batch, most, buffers)
-            pages = _Pages(table, _filled(f"{name}.key lens", lens, buffers))
+            pages = _Pages(table, filled(f"{name}.key lens", lens, buffers))
         return _Call(tokens, new_keys, query_offsets, pages, kind is MaskKind.CAUSAL)
 
     def _plan_table(self, name: str, rows: Sequence[int], batch: Batch, most: int, buffers: PlanBuffers) -> Tensor:
@@ -177,10 +178,3 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         cut = pages.unsqueeze(-1) * parts + torch.arange(parts, device=pages.device)
         table.copy_(cut.flatten(1))
         return table
-
-
-def _filled(name: str, values: Sequence[int], buffers: PlanBuffers) -> Tensor:
-    """Returns a plan buffer filled with `values`: [len(values)] int32."""
-    buffer = buffers.take(name, (len(values),), torch.int32)
-    buffer.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
-    return buffer

@@ -31,6 +31,7 @@ from sightline.attention.backends.flashinfer.plans import (
     row_sizes,
     streaming_multiprocessors,
     token_indices,
+    window_left,
 )
 from sightline.attention.backends.flashinfer.rows import ROWS
 from sightline.attention.buffers import PlanBuffers
@@ -284,7 +285,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         return _Call(decode.wrapper, rows.num_tokens, None, paged=True)
 
     def _plan_rows(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> tuple[_Call, ...]:
-        """One call, or one per mask."""
+        """Plans one call of the library, or two if some rows are causal and others are not."""
         batch = step.batch
         is_fresh = step.is_transient or (self._cache_dtype == self._dtype and not any(batch.context_lens.exact()))
         by_mask = {
@@ -338,7 +339,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             page_size,
             causal=causal,
             sm_scale=spec.scale,
-            window_left=_window_left(spec),
+            window_left=window_left(spec),
             logits_soft_cap=spec.softcap,
             q_data_type=self._dtype,
             kv_data_type=self._cache_dtype,
@@ -358,7 +359,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             spec.head_dim,
             causal=causal,
             sm_scale=spec.scale,
-            window_left=_window_left(spec),
+            window_left=window_left(spec),
             logits_soft_cap=spec.softcap,
             q_data_type=self._dtype,
         )
@@ -368,8 +369,3 @@ def _full_rows(num_rows: int) -> RowLists:
     """Rows of one token and one entry each, in the padding page."""
     ones = np.ones(num_rows, dtype=np.int32)
     return RowLists(np.arange(num_rows, dtype=np.int32), ones, ones, ones)
-
-
-def _window_left(spec: SoftmaxSpec) -> int:
-    """Keys to the left of a query that it sees; the library uses -1 for all."""
-    return -1 if spec.window is None else spec.window - 1

@@ -5,7 +5,7 @@ Knows page tables and host lengths. Does not know the library's wrappers, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,6 +112,35 @@ def token_indices(name: str, rows: RowLists, step: StepView, buffers: PlanBuffer
     return indices
 
 
+def chosen_counts(step: StepView, top_k: int) -> HostInts:
+    """[num_tokens, without padding]: how many entries each token chooses. Masks are causal: it sees what stands before
+    it."""
+    rows = RowLists.of(step.batch)
+    lens = rows.query_lens
+    queries = np.arange(rows.num_tokens, dtype=np.int32) - np.repeat(offsets(lens)[:-1], lens)
+    contexts = 0 if step.is_transient else np.repeat(rows.seq_lens - lens, lens)
+    return np.minimum(contexts + queries + 1, top_k).astype(np.int32)
+
+
+def slot_lists(name: str, counts: HostInts, buffers: PlanBuffers) -> Tensor:
+    """[2, n] int64: how many slots each token has, and where they begin; as `list_slots` takes them."""
+    staged = buffers.take(f"{name}.slots", (2, len(counts)), torch.int64)
+    staged.copy_(on_host(np.stack((counts, offsets(counts)[:-1])).astype(np.int64)), non_blocking=True)
+    return staged
+
+
+def packed(rows: Sequence[int], query_lens: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Packs rows so that each pack has at most `room` tokens; a single row always fits."""
+    pack: list[int] = []
+    for row in rows:
+        if pack and sum(query_lens[each] for each in pack) + query_lens[row] > room:
+            yield pack
+            pack = []
+        pack.append(row)
+    if pack:
+        yield pack
+
+
 class CopiesInFlight:
     """Prevents planning from overwriting pinned memory that an earlier plan of the lane is still copying from.
 
@@ -132,6 +161,11 @@ class CopiesInFlight:
         """Records that all copies of a plan have been issued."""
         if self._done is not None:
             self._done.record()
+
+
+def window_left(spec: SoftmaxSpec) -> int:
+    """Keys to the left of a query that it sees; the library uses -1 for all."""
+    return -1 if spec.window is None else spec.window - 1
 
 
 def streaming_multiprocessors(device: torch.device) -> int:

@@ -62,6 +62,26 @@ _LATENT = replace(
 )
 
 LATENT_ROWS: tuple[Capability, ...] = (
-    _LATENT,
+    # Sparse steps, which need pages of one token, are declared for entries in half precision alone.
+    replace(_LATENT, features=_LATENT.features | {Feature.SPARSE}),
     replace(_LATENT, cache_dtypes=frozenset({torch.float8_e4m3fn})),
+)
+
+RECURRENT_ROWS: tuple[Capability, ...] = (
+    # Of its recurrent kernels, only that for prompts of the gated delta rule takes what a layer gives. Those for decode
+    # take gates before their activation in half precision, those of Kimi delta attention keep states in half precision
+    # or need compute capability 10, and `selective_state_update` takes one number per token for decay and beta.
+    replace(
+        _PLAIN,
+        spec_kinds=frozenset({SpecKind.RECURRENT}),
+        # States are fp32, whatever the cache holds.
+        cache_dtypes=ANY,
+        head_dims=frozenset({128}),
+        expanded_dims=frozenset({(128, 128)}),
+        features=frozenset({Feature.DELTA_RULE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS}),
+        only_with=frozenset({Feature.DELTA_RULE}),
+        graph=GraphLevel.NONE,
+        # Below our own kernels, which serve until the library is measured to be faster.
+        ranks=Ranks(prefill=7, decode=-7, few=-7),
+    ),
 )

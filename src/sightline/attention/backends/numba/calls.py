@@ -180,13 +180,13 @@ class AttentionCalls:
             scratch.located.data_ptr(),
             *([each.data_ptr() for each in extra] or [0, 0, 0, 0]),
         )
-        _launch(self._launcher, self._locate, arguments, lens, *rows, *extra, scratch.located)
+        launch_kernel(self._launcher, self._locate, arguments, lens, *rows, *extra, scratch.located)
 
     def write(self, x: Tensor, entries: Entries, slots: Tensor) -> None:
         """Writes x [num_tokens, num_heads, size] to slots of the entries."""
         arguments = (x.data_ptr(), *x.stride()[:2], *x.shape, *entries.place, slots.data_ptr())
         kernel = self._write[entries.plane.dtype]
-        _launch(self._launcher, kernel, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
+        launch_kernel(self._launcher, kernel, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
 
     def attend(
         self,
@@ -230,11 +230,11 @@ class AttentionCalls:
             score_factor=float_bits(scale * keys.scale),
             softcap=float_bits(softcap or 0.0),
             value_factor=float_bits(values.scale),
-            sinks=0 if sinks is None else sinks.data_ptr(),
+            sinks=address(sinks),
             out=out.data_ptr(),
             out_token_bytes=out.stride(0) * out.itemsize,
             out_head_bytes=out.stride(1) * out.itemsize,
-            lse=0 if lse is None else lse.data_ptr(),
+            lse=address(lse),
             parts=scratch.parts.data_ptr(),
             scratch=scratch.threads.data_ptr(),
             scratch_bytes=scratch.threads.stride(0),
@@ -242,9 +242,9 @@ class AttentionCalls:
             num_rows=rows[1],
         )
         kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse, query_lens)
-        _launch(self._launcher, attend[keys.plane.dtype], arguments, *kept)
+        launch_kernel(self._launcher, attend[keys.plane.dtype], arguments, *kept)
         if is_split:
-            _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
+            launch_kernel(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
 
 
 class LatentCalls:
@@ -264,7 +264,7 @@ class LatentCalls:
             *(key_up.data_ptr(), *key_up.stride()[:2], out.data_ptr(), *nope.shape[:2]),
             *(*key_up.shape[1:], rope.shape[2]),
         )
-        _launch(self._launcher, self._absorb, arguments, nope, rope, key_up, out)
+        launch_kernel(self._launcher, self._absorb, arguments, nope, rope, key_up, out)
 
     def project(self, found: Tensor, value_up: Tensor, located: Tensor, out: Tensor) -> None:
         """Writes values, out [num_tokens, heads, value_dim], of weighted latents [num_tokens, heads, latent] fp32."""
@@ -272,12 +272,18 @@ class LatentCalls:
             *(found.data_ptr(), value_up.data_ptr(), *value_up.stride()[:2], out.data_ptr(), *out.stride()[:2]),
             *(located.data_ptr(), *out.shape, found.shape[2]),
         )
-        _launch(self._launcher, self._project, arguments, found, value_up, located, out)
+        launch_kernel(self._launcher, self._project, arguments, found, value_up, located, out)
 
 
-def _launch(launcher: Launcher, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
+def launch_kernel(launcher: Launcher, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
+    """Launches a call of a kernel; `keeps` owns the memory that it reads and writes."""
     numbers = np.array(arguments, dtype=np.int64)
     launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
+
+
+def address(tensor: Tensor | None) -> int:
+    """The address of a tensor's memory; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def plan_masks(step: StepView, buffers: PlanBuffers) -> RowMasks | None:

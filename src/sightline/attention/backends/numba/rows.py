@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import SOFTMAX_ONLY, Feature, SpecKind
+from sightline.attention.spec import (
+    CONVOLUTION_FEATURES,
+    LATENT_ONLY,
+    RECURRENT_FEATURES,
+    SOFTMAX_ONLY,
+    Feature,
+    SpecKind,
+)
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +56,15 @@ def _row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature], prefi
 
 ROWS: tuple[Capability, ...] = tuple(_row(dtype, SpecKind.SOFTMAX, _FEATURES, 10) for dtype in _DTYPES)
 # Every new token reads all its latents again: for prompts torch's products are faster.
-LATENT_ROWS: tuple[Capability, ...] = tuple(
-    _row(dtype, SpecKind.LATENT, _FEATURES - SOFTMAX_ONLY, -10) for dtype in _DTYPES
+_LATENT_ROWS = tuple(_row(dtype, SpecKind.LATENT, _FEATURES - SOFTMAX_ONLY, -10) for dtype in _DTYPES)
+LATENT_ROWS: tuple[Capability, ...] = (
+    *_LATENT_ROWS,
+    # Torch finds the slots of chosen entries, which no program records.
+    *(replace(row, features=row.features | LATENT_ONLY, graph=GraphLevel.NONE) for row in _LATENT_ROWS),
+)
+RECURRENT_ROWS: tuple[Capability, ...] = tuple(
+    _row(dtype, SpecKind.RECURRENT, RECURRENT_FEATURES, 10) for dtype in _DTYPES
+)
+CONVOLUTION_ROWS: tuple[Capability, ...] = tuple(
+    _row(dtype, SpecKind.CONVOLUTION, CONVOLUTION_FEATURES, 10) for dtype in _DTYPES
 )

@@ -21,7 +21,7 @@ from sightline.attention.contract import (
 )
 from sightline.attention.oracle.attention import attend_row
 from sightline.attention.oracle.rows import ReferenceStep, reference_capability
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import LATENT_ONLY, RECURRENT_ONLY, Feature, SoftmaxSpec, SpecKind
 from sightline.cache.pools import Pool
 
 
@@ -76,7 +76,9 @@ def _attend(
 class ReferenceBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Serves every softmax spec, slowly."""
 
-    capabilities: ClassVar[tuple[Capability, ...]] = (reference_capability(SpecKind.SOFTMAX, frozenset(Feature)),)
+    capabilities: ClassVar[tuple[Capability, ...]] = (
+        reference_capability(SpecKind.SOFTMAX, frozenset(Feature) - RECURRENT_ONLY - LATENT_ONLY),
+    )
 
     def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._spec = context.spec

@@ -22,6 +22,7 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
+    EntryPlan,
     LatentInputs,
     Lse,
     StepView,
@@ -37,6 +38,7 @@ from sightline.attention.latent.phases import (
 )
 from sightline.attention.latent.run import (
     AbsorbedTile,
+    ChosenTokens,
     EntriesInPlace,
     EntrySource,
     Expansion,
@@ -48,8 +50,8 @@ from sightline.attention.latent.run import (
 )
 from sightline.attention.shared.dense_tiles import Sources, TilePlanner
 from sightline.attention.shared.entry_planes import EntryPlane, entry_planes, is_scaled
-from sightline.attention.shared.key_sources import TileTokens
 from sightline.attention.shared.merge import PartialResults
+from sightline.attention.shared.tile_tokens import TileTokens
 from sightline.attention.shared.tiles import RowSpan, row_spans
 from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import Lane
@@ -67,31 +69,34 @@ MAX_SCORES = 1 << 22
 class _LatentPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
     planes: tuple[Tensor, ...]
-    """Per layer: [num_slots, latent + rope], as stored."""
+    """Per layer: [num_slots, latent + rope], as stored: what phases read that read a pool."""
     entries: tuple[EntryPlane, ...]
     """Accessors for `planes`, per layer."""
-    write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, when no phase reads a pool."""
+    kept: EntryPlan
+    """Keeps the new entries, and finds chosen ones."""
     scratch: LatentScratch
     absorbed: tuple[AbsorbedTile, ...]
     expanded: tuple[Expansion, ...]
     merged: tuple[slice, ...]
     """Tokens of rows whose parts are merged."""
     needs_lse: bool
+    chosen: ChosenTokens | None = None
+    """All tokens, in a sparse step, which has no other phases."""
 
     def prepare(self) -> None:
-        """Nothing to do: everything was built on the host."""
+        self.kept.prepare()
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         num_tokens = inputs.latent.shape[0]
         step = self.scratch.step[:num_tokens]
         torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=step)
-        if self.write_slots is not None:
-            self.entries[layer].write(self.write_slots, step)
+        self.kept.write(layer, step)
         lse = None
         if self.needs_lse:
             lse = inputs.latent.new_full((num_tokens, self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
         run = LayerRun(self.spec, layer, self.planes[layer], self.entries[layer], inputs, self.scratch, out, lse)
+        if self.chosen is not None:
+            self.chosen(run)
         self.scratch.merged.begin(self.merged)
         for tile in self.absorbed:
             tile(run)
@@ -113,12 +118,13 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def __init__(self, context: BackendContext[LatentSpec]) -> None:
         self._spec = spec = context.spec
         self._pool = context.cache.pools["latent"]
+        self._coordinator = context.coordinator
         self._planes = self._pool.plane("entry").unbind(0)
         self._entries = entry_planes(self._pool, "entry")
         self._is_scaled = is_scaled(self._pool)
         self._dtype = context.dtype
         limits = context.limits
-        max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS)
+        max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS, spec.top_k or 0)
         key_bytes = spec.num_q_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim) * context.dtype.itemsize
         self._room = max(1, min(limits.max_seq_len, self.room_bytes // key_bytes))
 
@@ -151,6 +157,9 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         )
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _LatentPlan:
+        kept = self._coordinator.plan(step, buffers)
+        if step.is_sparse:
+            return self._plan_chosen(step, kept)
         spans = row_spans(step.batch, None)
         absorbed, expanded = split_absorbed(plan_phases(spans, self._spec, self._room, type(self).choose))
         pieces = [part.span for phase in expanded for part in phase.parts]
@@ -159,7 +168,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             spec=self._spec,
             planes=self._planes,
             entries=self._entries,
-            write_slots=step.write_slots(self._pool),
+            kept=kept,
             scratch=self._scratch[step.lane],
             absorbed=tuple(
                 AbsorbedTile(
@@ -173,6 +182,20 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             ),
             merged=tuple(_tokens(span) for span in spans if span in merged),
             needs_lse=step.needs_lse,
+        )
+
+    def _plan_chosen(self, step: StepView, kept: EntryPlan) -> _LatentPlan:
+        return _LatentPlan(
+            spec=self._spec,
+            planes=self._planes,
+            entries=self._entries,
+            kept=kept,
+            scratch=self._scratch[step.lane],
+            absorbed=(),
+            expanded=(),
+            merged=(),
+            needs_lse=step.needs_lse,
+            chosen=ChosenTokens(kept, sum(step.batch.query_lens.exact())),
         )
 
     def _plan_expansion(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sightline.attention.backends.triton.plans import (
-    Chip,
     PlannedDecode,
     PlannedExtend,
     decode_rows,
@@ -36,6 +35,7 @@ from sightline.attention.contract import (
 )
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Lane
+from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeScratch, divide
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged

@@ -2,7 +2,7 @@
 
 A step whose rows have one new token each is decoded over the entries by two launches per layer, which also write the
 cache. In other steps, rows with few queries attend to the entries in place, absorbed, and the rest to keys and values
-expanded from them (`latent.varlen`).
+expanded from them (`latent.varlen`). In a sparse step every token is decoded over what it chose (`chosen_rows`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from sightline.attention.backends.triton.chosen_rows import SLOT_BYTES, PlannedChoice, plan_choice
 from sightline.attention.backends.triton.plans import (
-    Chip,
     PlannedDecode,
     PlannedExtend,
     decode_rows,
@@ -29,26 +29,28 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
+    EntryPlan,
     LatentInputs,
     Lse,
     StepView,
 )
+from sightline.attention.latent.extend import ExtendKernel
 from sightline.attention.latent.phases import cheapest_way, plan_phases, split_absorbed
 from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases
 from sightline.attention.shared.tiles import row_spans
 from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import Lane
+from sightline.core.errors import PlanError
 from sightline.kernels.latent_attention import absorb_queries, project_values
+from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.decode_shares import DecodeScratch, divide
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, ScoreRule
+from sightline.kernels.triton.extend_rules import ScoreRule
 from sightline.kernels.triton.extend_tiles import (
     FIELDS,
-    ExtendConfig,
     Tiles,
     choose_config,
     num_tiles,
-    prepare_ragged_tiles,
 )
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
@@ -66,13 +68,15 @@ class _Lane:
     found: Tensor
     """[max_step_tokens, heads, latent]."""
     entries: Tensor
-    """[max_step_tokens, latent + rope]: the step's own entries, used if there is no pool."""
+    """[max_step_tokens, latent + rope]: the step's own entries."""
     projected: Tensor
     """[max_step_tokens, heads, value]."""
     num_real: Tensor
     """[1] int64: number of non-padding tokens of a decode step."""
     query_offsets: Tensor
     """[max_rows + 1] int64."""
+    numbers: Tensor
+    """[tokens of sparse steps at once] int64: 0, 1, 2, ..."""
 
 
 class _Absorbed(NamedTuple):
@@ -91,53 +95,6 @@ class _Absorbed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _RaggedCall:
-    """One call over ragged rows."""
-
-    spec: LatentSpec
-    tiles: Tiles
-    config: ExtendConfig
-    masks: ExtendMasks
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        rule = ScoreRule(self.spec.scale)
-        extend_contiguous(q, k, v, self.tiles, out, rule=rule, masks=self.masks, config=self.config, lse=lse)
-        return lse
-
-
-@dataclass(frozen=True, eq=False)
-class _RaggedKernel:
-    """The extend kernel as a `VarlenKernel`."""
-
-    spec: LatentSpec
-    dtype: torch.dtype
-    shared_bytes: int
-    """Shared memory available to one program."""
-
-    def plan(
-        self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
-    ) -> _RaggedCall:
-        spec, rows, tokens = self.spec, len(query_lens), sum(query_lens)
-        config = choose_config(
-            self.dtype,
-            spec.nope_dim + spec.rope_dim,
-            spec.value_dim,
-            1,
-            max(query_lens),
-            shared_bytes=self.shared_bytes,
-        )
-        offsets = buffers.take(f"{name}.offsets", (2, rows + 1), torch.int64)
-        lens = torch.tensor([[0, *query_lens], [0, *key_lens]], dtype=torch.int64)
-        offsets.copy_(lens.cumsum(1), non_blocking=True)
-        tile_tokens = config.tile_tokens(1)
-        records = buffers.take(f"{name}.tiles", (num_tiles(rows, tokens, tile_tokens), FIELDS), torch.int32)
-        tiles = Tiles(records, tile_tokens)
-        prepare_ragged_tiles(offsets[0], offsets[1], tokens, tiles)
-        return _RaggedCall(spec, tiles, config, CAUSAL_ROWS if causal else FULL_ROWS)
-
-
-@dataclass(frozen=True, eq=False)
 class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
     layers: Sequence[LatentLayer]
@@ -149,10 +106,18 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     decode: PlannedDecode | None
     absorbed: _Absorbed | None
     expanded: VarlenPhases | None
+    chosen: PlannedChoice | None
+    """All tokens of a sparse step, which has nothing else."""
+    kept: EntryPlan
+    """Keeps the new entries of a sparse step, and finds chosen ones."""
     needs_lse: bool
 
     def prepare(self) -> None:
         """Distributes the work, on the device."""
+        self.kept.prepare()
+        if self.chosen is not None:
+            self.chosen.prepare()
+            torch.sum(self.chosen.query_lens, 0, keepdim=True, out=self.lane.num_real)
         if self.decode is not None:
             rows, config = self.decode.rows, self.decode.config
             divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
@@ -164,6 +129,9 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
         if self.decode is not None:
             self._decode(self.decode, self.layers[layer], inputs, out, lse)
+            return lse
+        if self.chosen is not None:
+            self._attend_chosen(self.chosen, layer, inputs, out, lse)
             return lse
         if self.write_slots is not None:
             cached = self.layers[layer]
@@ -186,8 +154,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         decode_latent(
             q_latent,
             inputs.q_rope,
-            inputs.latent,
-            inputs.k_rope,
+            (inputs.latent, inputs.k_rope),
             layer,
             decode.rows,
             decode.scratch,
@@ -199,6 +166,21 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             self.lane.found[:tokens], inputs.value_up, num_real, out[:tokens], overlaps=overlaps, early=overlaps
         )
 
+    def _attend_chosen(
+        self, chosen: PlannedChoice, layer: int, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tokens, num_real, overlaps = out.shape[0], self.lane.num_real, chosen.config.overlaps
+        new = self._entries_of_step(inputs)
+        q_latent, found = self.lane.queries[:tokens, :, : self.spec.latent_dim], self.lane.found[:tokens]
+        project_real(inputs.q_nope, inputs.key_up.transpose(1, 2), num_real, q_latent, overlaps=overlaps)
+        chosen.run(layer, self.layers[layer], inputs, new, q_latent, found, lse)
+        project_real(found, inputs.value_up, num_real, out, overlaps=overlaps, early=overlaps)
+
+    def _entries_of_step(self, inputs: LatentInputs) -> Tensor:
+        """[num_tokens, latent + rope]: the new entries."""
+        new = self.lane.entries[: inputs.latent.shape[0]]
+        return torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=new)
+
     def _absorb(
         self, absorbed: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
@@ -208,8 +190,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         absorb_queries(inputs.q_nope, inputs.q_rope, inputs.key_up, queries)
         rule = ScoreRule(layer.scale)
         if self.write_slots is None:
-            new = self.lane.entries[:tokens]
-            torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=new)
+            new = self._entries_of_step(inputs)
             keys, values = new.unsqueeze(1), new[:, None, :latent_dim]
             extend_contiguous(
                 queries, keys, values, rows.tiles, found, rule=rule, masks=rows.masks, config=rows.config, lse=lse
@@ -258,7 +239,8 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             shared_bytes=chip.shared_bytes,
             overlaps=chip.overlaps,
         )
-        limits = context.limits
+        self._coordinator, limits = context.coordinator, context.limits
+        at_once = 0 if spec.top_k is None else max(1, min(limits.max_step_tokens, SLOT_BYTES // (8 * spec.top_k)))
 
         def lane_leases(lane: Lane) -> _Lane:
             def lease(name: str, shape: tuple[int, ...], dtype: torch.dtype = context.dtype) -> Tensor:
@@ -273,18 +255,22 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
                 lease("projected", (*per_token, spec.value_dim)),
                 lease("real tokens", (1,), torch.int64),
                 lease("query offsets", (limits.max_rows + 1,), torch.int64),
+                torch.arange(at_once, out=lease("token numbers", (at_once,), torch.int64)),
             )
 
         self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
-        kernel = _RaggedKernel(spec, context.dtype, chip.shared_bytes)
+        kernel = ExtendKernel(spec, context.dtype, chip.shared_bytes)
         self._varlen = LatentVarlen(
             context, dict.fromkeys(limits.lanes, kernel), entry_scales=pool.scales("entry"), merge=merge_states
         )
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonLatentPlan:
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
-        decode = absorbed = expanded = None
-        if not step.is_transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
+        decode = absorbed = expanded = chosen = None
+        kept = self._coordinator.plan(step, buffers)
+        if step.is_sparse and batch.num_rows:
+            chosen = self._plan_chosen(step, kept, lane, buffers)
+        elif not step.is_transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
             decode = PlannedDecode(decode_rows(batch, batch.num_rows, pool), lane.decode, self._config)
         elif batch.num_rows:
             absorbed, expanded = self._plan_phases(step, lane, buffers)
@@ -298,8 +284,17 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             decode=decode,
             absorbed=absorbed,
             expanded=expanded,
+            chosen=chosen,
+            kept=kept,
             needs_lse=step.needs_lse,
         )
+
+    def _plan_chosen(self, step: StepView, kept: EntryPlan, lane: _Lane, buffers: PlanBuffers) -> PlannedChoice:
+        spec, config = self._spec, self._config
+        if spec.top_k is None:
+            raise PlanError(f"expected a spec with a top_k in a sparse step, got {spec.label}; plan it as a dense one")
+        subgroups = config.num_subgroups(spec.num_q_heads)
+        return plan_choice(step, kept, spec.top_k, config, subgroups, lane.decode, lane.numbers, buffers)
 
     def _plan_phases(
         self, step: StepView, lane: _Lane, buffers: PlanBuffers

@@ -19,7 +19,6 @@ from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, CONTEXT_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
 from sightline.kernels.triton.extend_tiles import ExtendConfig, Tiles, prepare_tiles
-from sightline.kernels.triton.overlap import overlaps_on
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
@@ -32,28 +31,6 @@ _KINDS = {
 }
 _ALIKE = {MaskKind.CAUSAL: CAUSAL_ROWS, MaskKind.FULL: FULL_ROWS, MaskKind.CONTEXT: CONTEXT_ROWS}
 """The masks of steps whose rows all have the same."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Device properties that determine how work is split."""
-
-    multiprocessors: int
-    shared_bytes: int
-    """Shared memory available to one program."""
-    overlaps: bool
-
-    @staticmethod
-    def of(device: torch.device) -> Chip:
-        """Properties of `device`; small placeholder values for the interpreter's CPU."""
-        if device.type != "cuda":
-            return Chip(multiprocessors=3, shared_bytes=1 << 17, overlaps=False)
-        properties = torch.cuda.get_device_properties(device)
-        return Chip(
-            properties.multi_processor_count,
-            properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-            overlaps_on(device),
-        )
 
 
 @dataclass(frozen=True, eq=False)

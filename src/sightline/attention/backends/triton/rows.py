@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
-from sightline.attention.spec import SOFTMAX_ONLY, Feature, SpecKind
+from sightline.attention.spec import LATENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,11 +50,12 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
     return replace(
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
-        features=_FEATURES - SOFTMAX_ONLY,
+        features=_FEATURES - SOFTMAX_ONLY | LATENT_ONLY,
         # Lengths that only the device knows are served too: all rows attend to the entries in place.
         host_lengths=HostLengths.BOUND,
         graph=GraphLevel.DECODE,
         group_sizes=group_sizes,
+        hot_entries=True,
         ranks=ranks,
     )
 
@@ -81,4 +82,36 @@ LATENT_ROWS: tuple[Capability, ...] = (
     # planning takes fifty times as long on the host.
     _latent_row(torch.bfloat16, Ranks(prefill=10, decode=40, few=40), _FEW_HEADS),
     *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10))) for dtype in _DTYPES),
+)
+
+
+def _state_row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature], ranks: Ranks) -> Capability:
+    """Layers that keep states, which are fp32 whatever the cache holds."""
+    kept = frozenset({Feature.DETERMINISTIC, Feature.SEVERAL_PLANS})
+    return replace(_row(dtype), spec_kinds=frozenset({kind}), cache_dtypes=ANY, features=kept | features, ranks=ranks)
+
+
+RECURRENT_FEATURES = frozenset({Feature.DELTA_RULE, Feature.CHANNEL_DECAY, Feature.SKIP})
+RECURRENT_ROWS: tuple[Capability, ...] = tuple(
+    _state_row(dtype, SpecKind.RECURRENT, RECURRENT_FEATURES, Ranks(prefill=10, decode=40, few=40)) for dtype in _DTYPES
+)
+CONVOLUTION_ROWS: tuple[Capability, ...] = tuple(
+    _state_row(dtype, SpecKind.CONVOLUTION, frozenset(), Ranks(prefill=40, decode=40, few=40)) for dtype in _DTYPES
+)
+_INDEX_FEATURES = frozenset({Feature.SPARSE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS})
+"""Trees and full masks are not served: a query sees the keys up to its own."""
+
+
+def _index_row(dtype: torch.dtype) -> Capability:
+    return replace(
+        _row(dtype),
+        spec_kinds=frozenset({SpecKind.INDEX}),
+        features=_INDEX_FEATURES,
+        ranks=Ranks(prefill=40, decode=40, few=40),
+    )
+
+
+INDEX_ROWS: tuple[Capability, ...] = (
+    *(_index_row(dtype) for dtype in _DTYPES),
+    *(_narrow(_index_row(dtype)) for dtype in _DTYPES),
 )

@@ -1,0 +1,1 @@
+"""Recurrent layers with fla-core, the kernels of flash-linear-attention."""

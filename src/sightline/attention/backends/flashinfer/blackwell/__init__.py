@@ -1,0 +1,1 @@
+"""Kernels of TRT-LLM and CuteDSL for Blackwell, reached through FlashInfer."""

@@ -1,0 +1,1 @@
+"""Sparse attention: what indexers choose, and where the chosen entries are."""
