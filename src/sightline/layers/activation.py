@@ -1,4 +1,4 @@
-"""The non-linearities of feed-forwards, as data. Operations compute them."""
+"""The non-linearities of feed-forwards and gates, as data. Operations compute them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from enum import Enum
 
 
 class Activation(Enum):
-    """The non-linearity of a feed-forward."""
+    """A non-linearity of single numbers."""
 
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True)

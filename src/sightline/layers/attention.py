@@ -12,6 +12,7 @@ from torch import Tensor
 from sightline.attention.contract import SoftmaxInputs, SoftmaxQueries
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
+from sightline.layers.activation import Activation
 from sightline.layers.linear import Projection
 from sightline.layers.norm import HeadNorms, RmsNorm
 from sightline.layers.operations import TurnedHeads
@@ -24,16 +25,21 @@ from sightline.layers.source import Source
 class AttentionBuffers:
     """Buffers from the projections to the attention output, and views of them."""
 
-    def __init__(self, scratch: Scratch, num_q_heads: int, num_kv_heads: int, head_dim: int, rotates: int) -> None:
-        """Without `rotates`, the inputs of attention are the projections themselves."""
+    def __init__(
+        self, scratch: Scratch, num_q_heads: int, num_kv_heads: int, head_dim: int, rotates: int, is_gated: int
+    ) -> None:
+        """Without `rotates`, the inputs of attention are the projections themselves. With `is_gated`, a gate for each
+        head of the output follows the values."""
         num_turned = num_q_heads + num_kv_heads
         num_heads, num_tokens = num_turned + num_kv_heads, scratch.num_tokens
-        self.qkv = scratch.take("attention.qkv", num_heads * head_dim)
+        size, num_gates = num_heads * head_dim, num_q_heads if is_gated else 0
+        self.qkv = scratch.take("attention.qkv", size + num_gates * head_dim)
         # Attention needs each head contiguous. Taken even if unused, so that the largest step reserves it.
-        rows = scratch.take_rows("attention.rows", num_heads * head_dim)
+        rows = scratch.take_rows("attention.rows", size + num_gates * head_dim)
         self.is_row_major = self.qkv.is_contiguous()
         self.rows = self.qkv if self.is_row_major else rows
-        heads = self.rows.view(num_tokens, num_heads, head_dim)
+        self.gates = self.rows[:, size:]
+        heads = self.rows[:, :size].view(num_tokens, num_heads, head_dim)
         turned = rotated = Halves.of(heads[:, :num_turned])
         if rotates:
             room = scratch.take_rows("attention.rotated", num_turned * head_dim)
@@ -53,7 +59,7 @@ class SoftmaxAttention:
     """The layer's number in the model."""
     spec: SoftmaxSpec
     qkv: Projection
-    """Queries, keys and values side by side."""
+    """Queries, keys and values side by side, and the gates of the output if it has some."""
     output: Projection
     norms: HeadNorms | None = None
     """Applied before the rotation."""
@@ -63,6 +69,8 @@ class SoftmaxAttention:
     """Over each head of the values."""
     rotates: bool = True
     """False in networks whose inputs already hold the positions. They have no norms of heads either."""
+    is_gated: bool = False
+    """True if each number of the output is multiplied by the sigmoid of its gate."""
 
     @property
     def turns(self) -> bool:
@@ -70,7 +78,8 @@ class SoftmaxAttention:
 
     def buffers(self, scratch: Scratch) -> AttentionBuffers:
         spec = self.spec
-        return scratch.of(AttentionBuffers, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, self.rotates)
+        sizes = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+        return scratch.of(AttentionBuffers, *sizes, self.rotates, self.is_gated)
 
     def __call__(
         self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
@@ -88,6 +97,8 @@ class SoftmaxAttention:
             for head in v.unbind(1):
                 scratch.operations.norm(head, self.value_norm, head)
         planned.attend(self.layer, SoftmaxInputs(q=q, k=k, v=v, sinks=self.sinks), buffers.attended_heads)
+        if self.is_gated:
+            scratch.operations.gate(Activation.SIGMOID, buffers.gates, buffers.attended, buffers.attended)
         sink.take_product(self.output, buffers.attended)
 
 
@@ -108,12 +119,13 @@ class BorrowedAttention:
         return self.queries.turns
 
     def buffers(self, scratch: Scratch) -> AttentionBuffers:
-        return scratch.of(AttentionBuffers, self.spec.num_q_heads, 0, self.spec.head_dim, True)
+        return scratch.of(AttentionBuffers, self.spec.num_q_heads, 0, self.spec.head_dim, True, False)
 
     def __call__(
-        self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch
+        self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
     ) -> None:
         """Gives the result for the source to the sink."""
+        assert rotary is not None
         buffers = self.buffers(scratch)
         source.give_product(self.queries, buffers.qkv, scratch.operations)
         if not buffers.is_row_major:

@@ -8,16 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sightline.kernels.cpu import norms, pointwise
+from sightline.kernels.cpu import norms, pointwise, states
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.pointwise import GateCode
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
-from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
-from sightline.layers.operations import LatentRows, Operations, TurnedHeads
+from sightline.layers.decay_rates import DecayRates
+from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.operations import HEAD_GATES, IndexRows, LatentRows, Operations, TurnedHeads
 from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.time_steps import TimeSteps
 
 _CODES: MappingProxyType[Activation, GateCode] = MappingProxyType(
     {
@@ -25,6 +27,7 @@ _CODES: MappingProxyType[Activation, GateCode] = MappingProxyType(
         Activation.GELU: GateCode.GELU,
         Activation.GELU_TANH: GateCode.GELU_TANH,
         Activation.RELU: GateCode.RELU,
+        Activation.SIGMOID: GateCode.SIGMOID,
     }
 )
 
@@ -46,10 +49,18 @@ class CpuOperations(Operations):
         self._add_rms_norm = compiled(norms.make_add_rms_norm, element)
         self._layer_norm = compiled(norms.make_layer_norm, element)
         self._turn = compiled(norms.make_turn, element)
+        self._turn_index = compiled(norms.make_turn_index, element)
         self._gates = {code: compiled(pointwise.make_gate, element, code) for code in GateCode}
         self._activations = {code: compiled(pointwise.make_activate, element, code) for code in _CODES.values()}
+        self._gated_norms = {kind: compiled(states.make_gated_norm, element, _CODES[kind]) for kind in HEAD_GATES}
+        self._delta_gates = {bounded: compiled(states.make_delta_gates, element, bounded) for bounded in (False, True)}
+        self._time_steps = compiled(states.make_time_steps, element)
+        self._norm_gated = compiled(states.make_norm_gated, element)
+        self._multiply = compiled(pointwise.make_multiply, element)
+        self._gate_heads = compiled(states.make_gate_heads, element)
         self._copy = compiled(pointwise.make_widen, element, element)
         self._widen = compiled(pointwise.make_widen, element, ELEMENTS[torch.float32])
+        self._scale = compiled(pointwise.make_scale)
         self._softcap = compiled(pointwise.make_softcap)
         self._best_tokens = compiled(pointwise.make_best_tokens)
 
@@ -120,6 +131,20 @@ class CpuOperations(Operations):
         self._rotate(turned[:, :-1], table, rotated[:, :-1], without)
         self._rotate(rows.k_rope.unsqueeze(1), table, rotated[:, -1:], without)
 
+    def turn_index(self, rows: IndexRows, norm: LayerNorm, table: RotaryTable) -> None:
+        arguments = (
+            *self._rows(rows.q),
+            rows.q.stride(1),
+            *rows.q.shape,
+            *self._rows(rows.key),
+            *(norm.weight.data_ptr(), norm.bias.data_ptr(), float_bits(norm.epsilon)),
+            *self._rows(table.cos),
+            *self._rows(table.sin),
+            table.cos.shape[-1],
+            *self._rows(rows.turned),
+        )
+        self._launch(self._turn_index, arguments, *rows, norm.weight, norm.bias, table.cos, table.sin)
+
     def _rotate(
         self, x: Tensor, table: RotaryTable, out: Tensor, norms: tuple[int, int, int, int, int], *keeps: Tensor
     ) -> None:
@@ -147,6 +172,38 @@ class CpuOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         self._launch(self._activations[_CODES[kind]], (*self._rows(x), *x.shape), x)
 
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: RmsNorm, activation: Activation, out: Tensor) -> None:
+        places = [place for each in (x, gate, out) for place in (*self._rows(each), each.stride(1))]
+        arguments = (*places, *x.shape, *_weighted(norm))
+        self._launch(self._gated_norms[activation], arguments, x, gate, norm.weight, out)
+
+    def delta_gates(self, x: Tensor, shares: Tensor, rates: DecayRates, decay: Tensor, beta: Tensor) -> None:
+        log_rates, bias, bound = rates
+        num_tokens, num_heads = shares.shape
+        x, decay = (each.view(num_tokens, bias.numel()) for each in (x, decay))
+        weights = (log_rates.data_ptr(), bias.data_ptr(), num_heads, float_bits(0.0 if bound is None else bound))
+        places = (*self._rows(x), *x.shape, *weights, *_fp32_rows(decay), *self._rows(shares), *_fp32_rows(beta))
+        self._launch(self._delta_gates[bound is not None], places, x, shares, log_rates, bias, decay, beta)
+
+    def gate_heads(self, gate: Tensor, x: Tensor) -> None:
+        arguments = (*self._rows(gate), *self._rows(x), x.stride(1), *x.shape)
+        self._launch(self._gate_heads, arguments, gate, x)
+
+    def time_steps(self, x: Tensor, steps: TimeSteps, times: Tensor, decays: Tensor) -> None:
+        limits = (float_bits(steps.least), float_bits(steps.most))
+        weights = (steps.bias.data_ptr(), steps.log_rates.data_ptr(), *limits)
+        arguments = (*self._rows(x), *x.shape, *weights, *_fp32_rows(times), *_fp32_rows(decays))
+        self._launch(self._time_steps, arguments, x, steps.bias, steps.log_rates, times, decays)
+
+    def norm_gated(self, x: Tensor, gate: Tensor, norm: GroupNorm, out: Tensor) -> None:
+        rows = (*self._rows(x), *self._rows(gate), *self._rows(out))
+        weight = (*norm.weight.shape, norm.weight.data_ptr(), float_bits(norm.epsilon))
+        self._launch(self._norm_gated, (*rows, len(x), *weight), x, gate, norm.weight, out)
+
+    def multiply(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        arguments = (*self._rows(x), *self._rows(y), *self._rows(out), *out.shape)
+        self._launch(self._multiply, arguments, x, y, out)
+
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._launch(self._copy, (*self._rows(x), *x.shape, *self._rows(out)), x, out)
 
@@ -156,6 +213,9 @@ class CpuOperations(Operations):
         out = x.new_empty(x.shape, dtype=torch.float32)
         self._launch(self._widen, (*self._rows(x), *x.shape, *_fp32_rows(out)), x, out)
         return out
+
+    def scale(self, logits: Tensor, factor: float) -> None:
+        self._launch(self._scale, (*_fp32_rows(logits), *logits.shape, float_bits(factor)), logits)
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         arguments = (*_fp32_rows(logits), *logits.shape, float_bits(cap))
@@ -192,7 +252,7 @@ def _weighted(norm: RmsNorm) -> tuple[int, int]:
     return norm.weight.data_ptr(), float_bits(norm.epsilon)
 
 
-def _fp32_rows(logits: Tensor) -> tuple[int, int]:
-    if logits.dtype != torch.float32 or logits.stride(-1) != 1:
-        raise ValueError(f"expected row-major fp32 logits, got {logits.dtype} with strides {tuple(logits.stride())}")
-    return logits.data_ptr(), logits.stride(0)
+def _fp32_rows(x: Tensor) -> tuple[int, int]:
+    if x.dtype != torch.float32 or x.stride(-1) != 1:
+        raise ValueError(f"expected row-major fp32, got {x.dtype} with strides {tuple(x.stride())}")
+    return x.data_ptr(), x.stride(0)

@@ -48,6 +48,32 @@ class PlainMlp:
         sink.take_product(self.down, buffers.inner)
 
 
+class RowGateBuffers:
+    """A gate for each token."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.gates = scratch.take("mlp.row_gates", 1)
+
+
+@dataclass(frozen=True, eq=False)
+class SelfGatedMlp:
+    """down(act(up(x)) * up(x)). With ReLU, this is the square of the ReLU."""
+
+    up: Projection
+    down: Projection
+    activation: Activation
+
+    def buffers(self, scratch: Scratch) -> PlainMlpBuffers:
+        return scratch.of(PlainMlpBuffers, self.down.in_features)
+
+    def __call__(self, source: Source, sink: Sink, scratch: Scratch) -> None:
+        """Gives the result for the source to the sink."""
+        inner = self.buffers(scratch).inner
+        source.give_product(self.up, inner, scratch.operations)
+        scratch.operations.gate(self.activation, inner, inner, inner)
+        sink.take_product(self.down, inner)
+
+
 @dataclass(frozen=True, eq=False)
 class GatedMlp:
     """down(act(gate(x)) * up(x))."""
@@ -56,12 +82,23 @@ class GatedMlp:
     """Gate and up side by side: [2 * intermediate, hidden]."""
     down: Projection
     activation: Activation
+    row_gate: Projection | None = None
+    """A projection to one number per token, whose sigmoid scales the token's result; None if there is no such gate."""
 
     def buffers(self, scratch: Scratch) -> MlpBuffers:
+        if self.row_gate is not None:
+            scratch.of(RowGateBuffers)
         return scratch.of(MlpBuffers, self.down.in_features)
 
     def __call__(self, source: Source, sink: Sink, scratch: Scratch) -> None:
         """Gives the result for the source to the sink."""
-        room = self.buffers(scratch).room
-        source.give_gated(self.gate_up, self.activation, room, scratch.operations)
+        room, operations = self.buffers(scratch).room, scratch.operations
+        if self.row_gate is None:
+            source.give_gated(self.gate_up, self.activation, room, operations)
+        else:
+            x, gates = source.rows(operations), scratch.of(RowGateBuffers).gates
+            self.row_gate(x, gates)
+            self.gate_up.gated(self.activation, x, room, operations)
+            # The same as to multiply the result, which is a product of these numbers.
+            operations.gate_heads(gates, room.gated.unsqueeze(1))
         sink.take_product(self.down, room.gated)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sightline.layers.activation import Gate
 from sightline.layers.linear import Projection
-from sightline.layers.mlp import GatedMlp
+from sightline.layers.mlp import GatedMlp, SelfGatedMlp
 from sightline.layers.routing import Routing
 from sightline.layers.scratch import Scratch
-from sightline.layers.sink import Sink
+from sightline.layers.sink import Sink, Written
 from sightline.layers.source import Given, Source
 
 
@@ -28,13 +28,16 @@ class Expert:
     """One feed-forward of the mixture."""
 
     gate_up: Projection
-    """Gate and up side by side: [2 * intermediate, hidden]."""
+    """Gate and up side by side: [2 * intermediate, hidden]; with `gates_itself` only up."""
     down: Projection
     gate: Gate
+    gates_itself: bool = False
+    """True if up is the gate too."""
 
     def __call__(self, x: Tensor, scratch: Scratch) -> Tensor:
         """The result for x [num_rows, hidden], some of the step's tokens."""
-        gate, up = _product(self.gate_up, x, scratch).chunk(2, dim=-1)
+        product = _product(self.gate_up, x, scratch)
+        gate, up = (product, product) if self.gates_itself else product.chunk(2, dim=-1)
         gated = scratch.empty_rows(x.shape[0], self.down.in_features, x, turns=self.gate_up.turns)
         scratch.operations.gate(self.gate, gate, up, gated)
         return _product(self.down, gated, scratch)
@@ -56,7 +59,7 @@ class ExpertBank(ABC):
 
     @abstractmethod
     def reserve(self, scratch: Scratch, per_token: int) -> None:
-        """Leases what the bank needs for tokens that use so many experts each."""
+        """Leases the memory that the bank needs if each token uses `per_token` experts."""
 
     @abstractmethod
     def choose(
@@ -105,6 +108,38 @@ class SeparateExperts(ExpertBank):
         sink.take(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
 
 
+class NarrowBuffers:
+    """The inputs of narrow experts, and the sums of their outputs."""
+
+    def __init__(self, scratch: Scratch, size: int) -> None:
+        self.inputs = scratch.take("experts.narrow_inputs", size)
+        self.sums = scratch.take("experts.narrow_sums", size)
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowExperts(ExpertBank):
+    """Experts that take a projection of x to fewer features, and whose sum is projected back."""
+
+    bank: ExpertBank
+    inwards: Projection
+    outwards: Projection
+
+    def reserve(self, scratch: Scratch, per_token: int) -> None:
+        scratch.of(NarrowBuffers, self.inwards.out_features)
+        self.bank.reserve(scratch, per_token)
+
+    def choose(
+        self, routing: Routing, logits: Tensor, correction: Tensor | None, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        return self.bank.choose(routing, logits, correction, scratch)
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
+        buffers = scratch.of(NarrowBuffers, self.inwards.out_features)
+        self.inwards(x, buffers.inputs)
+        self.bank(buffers.inputs, experts, weights, Written(buffers.sums), scratch)
+        sink.take_product(self.outwards, buffers.sums)
+
+
 class RouterBuffers:
     """The router's logits."""
 
@@ -122,8 +157,8 @@ class ExpertMlp:
     bank: ExpertBank
     correction: Tensor | None = None
     """[num_experts] fp32 if the routing is corrected, otherwise None."""
-    shared: GatedMlp | None = None
-    """A feed-forward that every token goes through, with weight 1."""
+    shared: GatedMlp | SelfGatedMlp | None = None
+    """A feed-forward that every token goes through, with weight 1 or the one that its own gate gives it."""
 
     def buffers(self, scratch: Scratch) -> RouterBuffers:
         if self.shared is not None:

@@ -34,6 +34,19 @@ class RmsNorm:
         self.least_length = torch.tensor((num_features * epsilon) ** 0.5, dtype=torch.float32, device=weight.device)
         self.scaled_weight = weight * num_features**0.5
 
+    def times(self, factor: float) -> RmsNorm:
+        """The norm whose result is multiplied by `factor`."""
+        return RmsNorm(self.weight * factor, self.epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupNorm:
+    """An RMS norm of each group of features on its own."""
+
+    weight: Tensor
+    """[num_groups, size] fp32."""
+    epsilon: float
+
 
 class HeadNorms(NamedTuple):
     """The norms of queries and keys, per head."""

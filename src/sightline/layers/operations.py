@@ -15,8 +15,13 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from sightline.layers.activation import Activation, Gate
-from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.decay_rates import DecayRates
+from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.rotary import Halves, Rotary, RotaryTable
+from sightline.layers.time_steps import TimeSteps
+
+HEAD_GATES = (Activation.SILU, Activation.SIGMOID)
+"""The activations of the gates that heads are multiplied by."""
 
 
 class TurnedHeads(NamedTuple):
@@ -47,6 +52,17 @@ class LatentRows(NamedTuple):
     """The last head of `turned`, if the key's rope part has to be copied there; None if it is there already."""
     rotated: Halves
     """The rotated parts of queries and key, in memory of their own."""
+
+
+class IndexRows(NamedTuple):
+    """Queries and key of an indexer on their way from the projections to the choice. `key` may be overwritten."""
+
+    q: Tensor
+    """[num_tokens, num_heads, head_dim], as projected."""
+    key: Tensor
+    """[num_tokens, head_dim], as projected."""
+    turned: Tensor
+    """[num_tokens, num_heads + 1, head_dim]: the results, queries then key, contiguous and in memory of their own."""
 
 
 class Operations(ABC):
@@ -101,12 +117,59 @@ class Operations(ABC):
         """Normalises the latent, and rotates the rope parts of queries and key."""
 
     @abstractmethod
+    def turn_index(self, rows: IndexRows, norm: LayerNorm, table: RotaryTable) -> None:
+        """Normalises the key, and rotates the first dimensions of queries and key, as many as the table has."""
+
+    @abstractmethod
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        """Combines gate and up, [num_tokens, size] each, as `kind` says. They are halves of one projection's output."""
+        """Combines gate and up, [num_tokens, size] each, as `kind` says. `out` may be one of them."""
 
     @abstractmethod
     def activate(self, kind: Activation, x: Tensor) -> None:
         """Applies the activation to x [num_tokens, size] in place."""
+
+    @abstractmethod
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: RmsNorm, activation: Activation, out: Tensor) -> None:
+        """Writes the norm of each head of x, times the activation of the gate, to `out`, which may be x itself.
+
+        The activation is one of `HEAD_GATES`. x, gate and out are [num_tokens, num_heads, dim]; the norm's weight is
+        [dim], the same for all heads. Each head is contiguous unless buffers turn; the strides of tokens and heads are
+        arbitrary.
+        """
+
+    @abstractmethod
+    def delta_gates(self, x: Tensor, shares: Tensor, rates: DecayRates, decay: Tensor, beta: Tensor) -> None:
+        """Writes the gates of a delta rule in fp32: the decays of x to `decay`, and sigmoid(shares) to `beta`.
+
+        x and decay are [num_tokens, num_heads], or [num_tokens, num_heads, key_dim] with a decay per channel; shares
+        and beta are [num_tokens, num_heads]. The numbers of a token are contiguous unless buffers turn.
+        """
+
+    @abstractmethod
+    def time_steps(self, x: Tensor, steps: TimeSteps, times: Tensor, decays: Tensor) -> None:
+        """Writes the time that each token takes to `times`, and the logarithm of what it leaves of a state to `decays`.
+
+        x, times and decays are [num_tokens, num_heads]; the last two are fp32. decays = -exp(log_rates) * times.
+        """
+
+    @abstractmethod
+    def norm_gated(self, x: Tensor, gate: Tensor, norm: GroupNorm, out: Tensor) -> None:
+        """Writes the norm of x * SiLU(gate), group by group, to `out`, which may be x itself.
+
+        x, gate and out are [num_tokens, num_groups * size]. In `gated_norm` the gate is behind the norm instead.
+        """
+
+    @abstractmethod
+    def multiply(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        """Writes x * y, [num_tokens, size] each, to `out`, which may be one of them."""
+
+    @abstractmethod
+    def gate_heads(self, gate: Tensor, x: Tensor) -> None:
+        """Multiplies each head of x [num_tokens, num_heads, dim] by the sigmoid of its gate [num_tokens, num_heads].
+
+        Each head is contiguous; the strides of tokens and heads are arbitrary. The gates of a token are contiguous
+        unless buffers turn.
+        """
 
     @abstractmethod
     def copy(self, x: Tensor, out: Tensor) -> None:
@@ -115,6 +178,10 @@ class Operations(ABC):
     @abstractmethod
     def widened(self, x: Tensor) -> Tensor:
         """x [num_rows, size] row-major in fp32: x itself if it is that already, otherwise a copy."""
+
+    @abstractmethod
+    def scale(self, logits: Tensor, factor: float) -> None:
+        """Multiplies the logits [num_rows, vocab_size] fp32 by `factor`."""
 
     @abstractmethod
     def softcap(self, logits: Tensor, cap: float) -> None:

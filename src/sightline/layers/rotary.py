@@ -33,9 +33,9 @@ class YarnScaling:
 
     factor: float
     beta_fast: float
-    """Frequencies with at least so many turns within the original length are kept."""
+    """Frequencies with at least this many turns within the original length are kept."""
     beta_slow: float
-    """Frequencies with at most so many turns are divided."""
+    """Frequencies with at most this many turns are divided."""
     original_max_positions: int
     truncate: bool
     """True if the ends of the ramp are rounded to whole dimensions."""

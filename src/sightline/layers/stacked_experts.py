@@ -48,12 +48,14 @@ class StackedExperts(ExpertBank):
     """The weights of all experts, one tensor for each projection."""
 
     gate_up: StackedWeights
-    """[num_experts, 2 * size, hidden]: all gates, then all ups."""
+    """[num_experts, 2 * size, hidden]: all gates, then all ups; [num_experts, size, hidden] with `gates_itself`."""
     down: StackedWeights
     """[num_experts, hidden, size]."""
     gate: Gate
     overlaps: bool
     """Has the same meaning as in `TritonOperations`."""
+    gates_itself: bool = False
+    """True if the ups are the gates too."""
 
     def reserve(self, scratch: Scratch, per_token: int) -> None:
         self._buffers(scratch, per_token)
@@ -73,12 +75,21 @@ class StackedExperts(ExpertBank):
         tiles = tile_table(buffers.tiles, num_choices, num_experts, config.rows)
         group_choices(experts, num_experts, config.rows, buffers.order, tiles, overlaps=overlaps)
         choices = GroupedChoices(buffers.order, tiles, per_token)
-        gate_up_product(x, self.gate_up, gate_rule(self.gate), choices, buffers.inner, config, overlaps=overlaps)
+        gate_up_product(
+            x,
+            self.gate_up,
+            gate_rule(self.gate),
+            choices,
+            buffers.inner,
+            config,
+            gates_itself=self.gates_itself,
+            overlaps=overlaps,
+        )
         down_product(buffers.inner, self.down, choices, buffers.parts, config, overlaps=overlaps)
         combine_parts(buffers.parts, weights, sink.target, adds=sink.adds, overlaps=overlaps)
 
     def _buffers(self, scratch: Scratch, per_token: int) -> StackedBuffers:
-        size, hidden = self.gate_up.weight.shape[1] // 2, self.down.weight.shape[1]
+        size, hidden = self.gate_up.weight.shape[1] // (1 if self.gates_itself else 2), self.down.weight.shape[1]
         return scratch.of(StackedBuffers, per_token, size, hidden)
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from sightline.kernels import greedy
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
-from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
-from sightline.layers.operations import LatentRows, Operations, TurnedHeads
+from sightline.layers.decay_rates import DecayRates
+from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
 from sightline.layers.rotary import Halves, Rotary, RotaryTable
+from sightline.layers.time_steps import TimeSteps
 
 _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -22,6 +24,7 @@ _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = Mapping
         Activation.GELU: F.gelu,
         Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
         Activation.RELU: F.relu,
+        Activation.SIGMOID: torch.sigmoid,
     }
 )
 _IN_PLACE: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -30,6 +33,7 @@ _IN_PLACE: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingPro
         Activation.GELU: torch.ops.aten.gelu_,
         Activation.GELU_TANH: partial(torch.ops.aten.gelu_, approximate="tanh"),
         Activation.RELU: torch.ops.aten.relu_,
+        Activation.SIGMOID: torch.ops.aten.sigmoid_,
     }
 )
 
@@ -93,6 +97,13 @@ class TorchOperations(Operations):
         self.norm(rows.unnormed, norm, rows.latent)
         _rotate(rows.turned, table, rows.rotated)
 
+    def turn_index(self, rows: IndexRows, norm: LayerNorm, table: RotaryTable) -> None:
+        self.layer_norm(rows.key, norm, rows.key)
+        size, num_heads = table.cos.shape[-1], rows.q.shape[1]
+        for given, out in ((rows.q, rows.turned[:, :num_heads]), (rows.key.unsqueeze(1), rows.turned[:, num_heads:])):
+            out[..., size:].copy_(given[..., size:])
+            _rotate(Halves.of(given[..., :size]), table, Halves.of(out[..., :size]))
+
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         match kind:
             case Activation():
@@ -104,11 +115,44 @@ class TorchOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         _IN_PLACE[kind](x)
 
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: RmsNorm, activation: Activation, out: Tensor) -> None:
+        opened = _ACTIVATIONS[activation](gate.float())
+        normed = torch.empty_like(opened)
+        self.norm(x.float(), norm, normed)
+        torch.mul(normed, opened, out=out)
+
+    def delta_gates(self, x: Tensor, shares: Tensor, rates: DecayRates, decay: Tensor, beta: Tensor) -> None:
+        factors, given = rates.log_rates.exp().view(-1, *(1,) * (x.dim() - 2)), x.float() + rates.bias
+        if rates.bound is None:
+            torch.mul(F.softplus(given), -factors, out=decay)
+        else:
+            torch.mul(torch.sigmoid(given * factors), rates.bound, out=decay)
+        torch.sigmoid(shares.float(), out=beta)
+
+    def time_steps(self, x: Tensor, steps: TimeSteps, times: Tensor, decays: Tensor) -> None:
+        torch.clamp(F.softplus(x.float() + steps.bias), steps.least, steps.most, out=times)
+        torch.mul(times, steps.log_rates.exp().neg_(), out=decays)
+
+    def norm_gated(self, x: Tensor, gate: Tensor, norm: GroupNorm, out: Tensor) -> None:
+        groups = (len(x), *norm.weight.shape)
+        gated = (x.float() * F.silu(gate.float())).view(groups)
+        normed = F.rms_norm(gated, groups[2:], None, norm.epsilon)
+        torch.mul(normed, norm.weight, out=out.view(groups))
+
+    def multiply(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        torch.mul(x, y, out=out)
+
+    def gate_heads(self, gate: Tensor, x: Tensor) -> None:
+        x.mul_(torch.sigmoid(gate.float()).unsqueeze(-1))
+
     def copy(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
     def widened(self, x: Tensor) -> Tensor:
         return x.contiguous().float()
+
+    def scale(self, logits: Tensor, factor: float) -> None:
+        logits.mul_(factor)
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         logits.div_(cap).tanh_().mul_(cap)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton import greedy, pointwise, rotations
+from sightline.kernels.triton import greedy, pointwise, rotations, state_gates
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
-from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
-from sightline.layers.operations import LatentRows, Operations, TurnedHeads
+from sightline.layers.decay_rates import DecayRates
+from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
 from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.time_steps import TimeSteps
 
 _KINDS = {
     Activation.SILU: GateKind.SILU,
     Activation.GELU: GateKind.GELU,
     Activation.GELU_TANH: GateKind.GELU_TANH,
     Activation.RELU: GateKind.RELU,
+    Activation.SIGMOID: GateKind.SIGMOID,
 }
 
 
@@ -100,17 +103,50 @@ class TritonOperations(Operations):
             overlaps=self._overlaps,
         )
 
+    def turn_index(self, rows: IndexRows, norm: LayerNorm, table: RotaryTable) -> None:
+        rotations.turn_index(
+            rows.q,
+            rows.key,
+            (norm.weight, norm.bias, norm.epsilon),
+            table.cos,
+            table.sin,
+            rows.turned,
+            overlaps=self._overlaps,
+        )
+
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         pointwise.gate(gate_rule(kind), gate, up, out, overlaps=self._overlaps)
 
     def activate(self, kind: Activation, x: Tensor) -> None:
         pointwise.activate(_KINDS[kind], x)
 
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: RmsNorm, activation: Activation, out: Tensor) -> None:
+        state_gates.gated_norm(x, gate, norm.weight, norm.epsilon, _KINDS[activation], out, overlaps=self._overlaps)
+
+    def delta_gates(self, x: Tensor, shares: Tensor, rates: DecayRates, decay: Tensor, beta: Tensor) -> None:
+        state_gates.delta_gates(x, shares, *rates, decay, beta, overlaps=self._overlaps)
+
+    def time_steps(self, x: Tensor, steps: TimeSteps, times: Tensor, decays: Tensor) -> None:
+        limits = (steps.least, steps.most)
+        state_gates.time_steps(x, steps.bias, steps.log_rates, limits, times, decays, overlaps=self._overlaps)
+
+    def norm_gated(self, x: Tensor, gate: Tensor, norm: GroupNorm, out: Tensor) -> None:
+        state_gates.norm_gated(x, gate, norm.weight, norm.epsilon, out, overlaps=self._overlaps)
+
+    def multiply(self, x: Tensor, y: Tensor, out: Tensor) -> None:
+        torch.mul(x, y, out=out)
+
+    def gate_heads(self, gate: Tensor, x: Tensor) -> None:
+        state_gates.gate_heads(gate, x, overlaps=self._overlaps)
+
     def copy(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
     def widened(self, x: Tensor) -> Tensor:
         return x.contiguous().float()
+
+    def scale(self, logits: Tensor, factor: float) -> None:
+        pointwise.scale(logits, factor)
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         pointwise.softcap(logits, cap)

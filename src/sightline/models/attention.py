@@ -5,17 +5,31 @@ Owns the tensor names, and the order in which the rows of weights are kept. Does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
+from sightline.layers.absent import AbsentAttention
 from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.latent import LatentAttention, QueryUp
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.norm import HeadNorms, RmsNorm
+from sightline.layers.recurrent.gated_delta import GatedDelta
+from sightline.layers.recurrent.kimi_delta import KimiDelta
+from sightline.layers.recurrent.lightning import LightningAttention
+from sightline.layers.recurrent.mamba import Mamba
+from sightline.layers.recurrent.short_convolution import ShortConvolution
+from sightline.models.indexer import IndexerDefinition, half_split_order
 from sightline.models.norms import NormDefinition
+from sightline.models.recurrent.gated_delta import GatedDeltaDefinition
+from sightline.models.recurrent.kimi_delta import KimiDeltaDefinition
+from sightline.models.recurrent.lightning import LightningDefinition
+from sightline.models.recurrent.mamba import MambaDefinition
+from sightline.models.recurrent.short_convolution import ShortConvolutionDefinition
 from sightline.models.weights import WeightReader
 
 
@@ -33,18 +47,25 @@ class AttentionTensors:
     """The norm of each head of the values, which has no weights."""
     values_are_keys: bool = False
     """True if the projection of the keys is that of the values too."""
+    gated: bool = False
+    """True if the projection of the queries also gives a gate for each head of the output, behind each query."""
+    rotates: bool = True
+    """False if queries and keys know no positions. Such layers have no norms of heads either."""
 
 
 @dataclass(frozen=True)
 class SoftmaxAttentionDefinition:
     """Softmax attention with a projection each for queries, keys and values."""
 
+    stored_as: ClassVar[str] = "self_attn"
+    indexer: ClassVar[None] = None
     spec: SoftmaxSpec
     tensors: AttentionTensors = AttentionTensors()
 
     def num_weights(self, hidden_size: int) -> int:
         spec = self.spec
-        return 2 * hidden_size * (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
+        gates = spec.num_q_heads if self.tensors.gated else 0
+        return hidden_size * (2 * (spec.num_q_heads + spec.num_kv_heads) + gates) * spec.head_dim
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
@@ -60,6 +81,8 @@ class SoftmaxAttentionDefinition:
             norms=self._load_norms(weights, prefix),
             sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
             value_norm=self._value_norm(weights),
+            is_gated=self.tensors.gated,
+            rotates=self.tensors.rotates,
         )
 
     def _value_norm(self, weights: WeightReader) -> RmsNorm | None:
@@ -73,21 +96,29 @@ class SoftmaxAttentionDefinition:
         heads = {"q_proj": spec.num_q_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
         if self.tensors.values_are_keys:
             return self._load_shared_keys(weights, prefix, hidden_size)
-        if self.tensors.rotated_dim is None:
+        if self.tensors.rotated_dim is None and not self.tensors.gated:
             sizes = {f"{prefix}.{name}": count * spec.head_dim for name, count in heads.items()}
             return weights.projection(sizes, hidden_size, bias=bias)
         parts, biases = [], []
         for name, count in heads.items():
-            rows = count * spec.head_dim
+            rows = count * spec.head_dim * (2 if name == "q_proj" and self.tensors.gated else 1)
             part = weights.matrix(f"{prefix}.{name}.weight", (rows, hidden_size), "rows in another order")
             shift = weights.take(f"{prefix}.{name}.bias", (rows,)) if bias else part.new_zeros(rows)
-            if name != "v_proj":
-                order = self._head_order().to(part.device)
-                part = part.view(count, spec.head_dim, hidden_size)[:, order].flatten(0, 1)
-                shift = shift.view(count, spec.head_dim)[:, order].flatten()
-            parts.append(part)
-            biases.append(shift)
-        return weights.make_linear(torch.cat(parts), torch.cat(biases) if bias else None)
+            parts.append(part.view(count, -1, hidden_size))
+            biases.append(shift.view(count, -1))
+        order = self._head_order().to(parts[0].device)
+        joined = torch.cat(self._ordered(parts, order))
+        return weights.make_linear(joined, torch.cat(self._ordered(biases, order)) if bias else None)
+
+    def _ordered(self, stored: Sequence[Tensor], order: Tensor) -> list[Tensor]:
+        """The rows of queries, keys, values and gates, each [rows, ...], from those that are stored.
+
+        Stored are queries with their gates, keys and values, each [heads, rows of a head, ...].
+        """
+        q, k, v = stored
+        dim = self.spec.head_dim
+        parts = [q[:, :dim][:, order], k[:, order], v, q[:, dim:]]
+        return [part.flatten(0, 1) for part in parts]
 
     def _load_shared_keys(self, weights: WeightReader, prefix: str, hidden_size: int) -> Projection:
         """Queries, keys and values, of which the last two are projected alike."""
@@ -108,14 +139,15 @@ class SoftmaxAttentionDefinition:
         return HeadNorms(*norms)
 
     def _head_order(self) -> Tensor:
-        """The stored dimension for each kept dimension of a head that is rotated in part.
+        """The stored dimension for each kept dimension of a query or key.
 
-        A rotation pairs dimension i with i + head_dim / 2. Stored are the first and second partners of the pairs that
-        turn, then the dimensions that do not. Kept are both kinds in each half, those that turn first. Queries and
-        keys share the order, so scores are the same.
+        A rotation pairs dimension i with i + head_dim / 2. Of a head that is rotated in part, the first and second
+        partners of the pairs that turn are stored before the dimensions that do not. Kept are both kinds in each half,
+        those that turn first. Queries and keys share the order, so scores are the same.
         """
-        assert self.tensors.rotated_dim is not None
         dims = torch.arange(self.spec.head_dim)
+        if self.tensors.rotated_dim is None:
+            return dims
         turning, still = dims[: self.tensors.rotated_dim].chunk(2), dims[self.tensors.rotated_dim :].chunk(2)
         return torch.cat((turning[0], still[0], turning[1], still[1]))
 
@@ -124,6 +156,8 @@ class SoftmaxAttentionDefinition:
 class BorrowedAttentionDefinition:
     """Softmax attention over the keys and values of another layer."""
 
+    stored_as: ClassVar[str] = "self_attn"
+    indexer: ClassVar[None] = None
     spec: SoftmaxSpec
     norm: NormDefinition
     """The norm of queries, per head, before the rotation."""
@@ -157,6 +191,7 @@ class BorrowedAttentionDefinition:
 class LatentAttentionDefinition:
     """Latent attention (MLA): keys and values are computed from one latent per token."""
 
+    stored_as: ClassVar[str] = "self_attn"
     spec: LatentSpec
     query_rank: int | None
     """The rank of the query projection; None if queries are projected from the input directly."""
@@ -166,12 +201,23 @@ class LatentAttentionDefinition:
     """The norm of the latent and of the low-rank queries."""
     bias: bool = False
     """True if the input and output projections have biases. A full-rank query projection never has one."""
+    gated: bool = False
+    """True if each head of the output is multiplied by the sigmoid of a number that is projected from the input."""
+    indexer: IndexerDefinition | None = None
+    """Chooses what this layer, and sparse layers behind it without an indexer, attend to."""
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.query_rank is None:
+            raise ValueError(
+                "expected a q_lora_rank, because an indexer makes its queries from low-rank ones, got none"
+            )
 
     def num_weights(self, hidden_size: int) -> int:
         spec, queries = self.spec, self._num_query_rows * (self.query_rank or hidden_size)
-        down = hidden_size * ((self.query_rank or 0) + spec.head_dim)
+        down = hidden_size * ((self.query_rank or 0) + spec.head_dim + self._num_gates)
         heads = spec.latent_dim * (spec.nope_dim + spec.value_dim) + spec.value_dim * hidden_size
-        return queries + down + spec.num_q_heads * heads
+        index = 0 if self.indexer is None else self.indexer.num_weights(hidden_size, self.query_rank or 0)
+        return queries + down + spec.num_q_heads * heads + index
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
@@ -189,10 +235,17 @@ class LatentAttentionDefinition:
             key_up=key_up,
             value_up=value_up,
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.bias),
+            gated=self.gated,
+            indexer=None if self.indexer is None else self.indexer.load(weights, prefix),
         )
 
+    @property
+    def _num_gates(self) -> int:
+        return self.spec.num_q_heads if self.gated else 0
+
     def _load_down(self, weights: WeightReader, prefix: str, in_features: int) -> Linear:
-        """Joins the projections to queries (or their low-rank form), rope key and latent into one."""
+        """Joins the projections to queries (or their low-rank form), rope key, latent, gates and what the indexer
+        reads into one."""
         side = (f"{prefix}.q_proj", self._num_query_rows, self._query_order, False)
         if (rank := self.query_rank) is not None:
             side = (f"{prefix}.q_a_proj", rank, lambda: torch.arange(rank), self.bias)
@@ -204,6 +257,14 @@ class LatentAttentionDefinition:
             parts.append(stored[order])
             shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)
             biases.append(shift[order])
+        if self.gated:
+            parts.append(
+                weights.matrix(f"{prefix}.g_proj.weight", (self._num_gates, in_features), "a joint projection")
+            )
+            biases.append(parts[0].new_zeros(self._num_gates))
+        if self.indexer is not None:
+            parts.append(self.indexer.input_rows(weights, prefix, in_features))
+            biases.append(parts[0].new_zeros(len(parts[-1])))
         return weights.make_linear(torch.cat(parts), torch.cat(biases) if self.bias else None)
 
     def _load_query_up(self, weights: WeightReader, prefix: str) -> QueryUp | None:
@@ -212,6 +273,8 @@ class LatentAttentionDefinition:
         shape = (self._num_query_rows, self.query_rank)
         stored = weights.matrix(f"{prefix}.q_b_proj.weight", shape, "rows in another order")
         up = stored[self._query_order().to(stored.device)]
+        if self.indexer is not None:
+            up = torch.cat((self.indexer.query_rows(weights, prefix, self.query_rank), up))
         norm = self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank)
         return QueryUp(norm, weights.make_linear(up, None))
 
@@ -245,9 +308,48 @@ class LatentAttentionDefinition:
 
     def _rope_order(self) -> Tensor:
         """The order of rope dimensions for a half-split rotation. Queries and keys share it, so scores are the same."""
-        dims = torch.arange(self.spec.rope_dim)
-        return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
+        return half_split_order(self.spec.rope_dim, paired_neighbours=self.paired_neighbours)
 
 
-AttentionLayer = SoftmaxAttention | BorrowedAttention | LatentAttention
-AttentionDefinition = SoftmaxAttentionDefinition | BorrowedAttentionDefinition | LatentAttentionDefinition
+@dataclass(frozen=True)
+class AbsentAttentionDefinition:
+    """Stands for no attention: the layer is only a feed-forward."""
+
+    stored_as: ClassVar[str] = "self_attn"
+    indexer: ClassVar[None] = None
+    spec: None = None
+
+    def num_weights(self, hidden_size: int) -> int:
+        del hidden_size
+        return 0
+
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> AbsentAttention:
+        del weights, layer, prefix, hidden_size, in_features
+        return AbsentAttention()
+
+
+AttentionLayer = (
+    SoftmaxAttention
+    | BorrowedAttention
+    | LatentAttention
+    | GatedDelta
+    | KimiDelta
+    | LightningAttention
+    | Mamba
+    | ShortConvolution
+    | AbsentAttention
+)
+AttentionDefinition = (
+    SoftmaxAttentionDefinition
+    | BorrowedAttentionDefinition
+    | LatentAttentionDefinition
+    | MambaDefinition
+    | ShortConvolutionDefinition
+    | GatedDeltaDefinition
+    | KimiDeltaDefinition
+    | LightningDefinition
+    | AbsentAttentionDefinition
+)
+"""How a layer mixes tokens. `stored_as` is what the names of its tensors begin with, inside the layer."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sightline.attention.spec import LayerGroup
+from sightline.attention.groups import LayerGroup
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
 from sightline.core.errors import CheckpointError
 from sightline.models.weights import WeightReader
@@ -105,12 +105,12 @@ def _by_plane(
 ) -> ScalesByPlane:
     """The scales that the groups' planes need, by model layer; the ledger says which are missing.
 
-    Layers that borrow entries have none.
+    Layers that borrow entries have none, and index keys have scales of their own, one for each token.
     """
-    num_layers = sum(len(group.layers) for group in groups)
+    num_layers = 1 + max(layer for group in groups for layer in group.layers)
     scales: dict[str, list[float]] = {}
     missing, num_read = [], 0
-    for group in (each for each in groups if each.loan is None):
+    for group in (each for each in groups if each.loan is None and not each.chooses):
         for plane in (plane for pool in group.spec.pools(1, torch.float32) for plane in pool.planes):
             by_layer = scales.setdefault(plane.name, [_NEUTRAL] * num_layers)
             for layer in group.layers:

@@ -49,6 +49,23 @@ class ConfigReader:
         """Fields of this family that do not change what a forward computes."""
         self.idle: dict[str, str] = {}
         """The reason why a field or section may have no effect beside the other fields."""
+        self._other_names: dict[str, tuple[str, ...]] = {}
+
+    def also_called(self, other_names: Mapping[str, tuple[str, ...]]) -> None:
+        """Declares other names that a config may use for fields, by the name under which each is read.
+
+        Called before the fields are read. Raises if a config has two names of a field with different values.
+        """
+        self._other_names.update(other_names)
+        config = dict(self._config)
+        for name, others in other_names.items():
+            for other in others:
+                if other in config and config.setdefault(name, config[other]) != config[other]:
+                    raise UnsupportedModelError(
+                        f"{self._family}: expected one value, got config fields {name} = {config[name]!r} and "
+                        f"{other} = {config[other]!r}, which are the same; remove the one that does not hold"
+                    )
+        self._config = config
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
@@ -76,6 +93,13 @@ class ConfigReader:
             raise self._unexpected(name, "a finite number above 0", value)
         return float(value)
 
+    def negative(self, name: str, default: float) -> float:
+        """A finite number below 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < 0.0:
+            raise self._unexpected(name, "a finite number below 0", value)
+        return float(value)
+
     def optional_positive(self, name: str, *, absent: float | None = None) -> float | None:
         """A finite number above 0; None if the field is null, `absent` if it is missing."""
         return None if self._get(name, absent) is None else self.positive(name, absent)
@@ -99,6 +123,17 @@ class ConfigReader:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._unexpected(name, "true or false", value)
+        return value
+
+    def optional_choice(self, name: str, known: tuple[str, ...]) -> str | None:
+        """One of the `known` names; None if the field is null or missing."""
+        self.choices[name] = known
+        return None if self._get(name, None) is None else self.choice(name, known, known[0])
+
+    def text(self, name: str) -> str:
+        value = self._get(name, None)
+        if not isinstance(value, str):
+            raise self._unexpected(name, "text", value)
         return value
 
     def choice(self, name: str, known: tuple[str, ...], default: str) -> str:
@@ -136,11 +171,28 @@ class ConfigReader:
             )
         return kinds
 
+    def optional_pattern(self, name: str, letters: Mapping[str, str]) -> tuple[str, ...] | None:
+        """Like `optional_kinds`; the field may also be a text with a letter for each layer."""
+        known = tuple(letters.values())
+        text = self._get(name, None)
+        if not isinstance(text, str):
+            return self.optional_kinds(name, known)
+        if len(text) != self.num_layers() or set(text) - set(letters):
+            raise self._unexpected(name, f"{self.num_layers()} letters out of {' and '.join(letters)}", text)
+        return tuple(letters[letter] for letter in text)
+
     def optional_section(self, name: str) -> Mapping[str, object] | None:
         value = self._get(name, None)
         if value is not None and not isinstance(value, Mapping):
             raise self._unexpected(name, "an object", value)
         return value
+
+    def section(self, name: str, known: frozenset[str]) -> ConfigReader:
+        """Typed access to a section, which is empty if the field is null or missing. Raises if it has other keys."""
+        found = self.optional_section(name) or {}
+        if unknown := set(found) - known:
+            raise self._unexpected(name, f"an object of {', '.join(sorted(known))}", sorted(unknown))
+        return ConfigReader(found, f"{self._family}: {name}")
 
     def require(self, name: str, *neutral: object) -> None:
         """Raises unless the field is missing or has one of the `neutral` values, which do not change the result."""
@@ -156,7 +208,8 @@ class ConfigReader:
 
     def may_idle(self, why: str, *names: str) -> None:
         """Declares fields, or sections, that have no effect beside certain values of other fields."""
-        self.idle.update(dict.fromkeys(names, why))
+        known = [each for name in names for each in (name, *self._other_names.get(name, ()))]
+        self.idle.update(dict.fromkeys(known, why))
 
     def _get(self, name: str, default: object) -> object:
         return self._config.get(name, default)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
+from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, LayerGroup, Lenders, group_layers
+from sightline.attention.spec import AttentionSpec, IndexSpec
 from sightline.core.batch import RowMask
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
@@ -24,6 +25,8 @@ class ExpertStack(NamedTuple):
     """The names of their matrices."""
     form: WeightForm
     """The packed form that they keep, if all are stored in it and experts are computed at once."""
+    unused_share: float
+    """The share of them that a token does not use."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,17 @@ class Definition(ABC):
     def max_positions(self) -> int: ...
 
     @abstractmethod
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The attention spec of each layer."""
+    def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
+        """The attention spec of each layer; None for a layer that is only a feed-forward."""
 
     @property
     def lenders(self) -> Lenders:
         """The layers that read another layer's cache entries and have no keys and values of their own."""
+        return {}
+
+    @property
+    def indexers(self) -> Mapping[int, IndexSpec]:
+        """The layers that choose which tokens they, and layers behind them, attend to."""
         return {}
 
     def groups(self, network: str = "", target: Sequence[LayerGroup] = ()) -> tuple[LayerGroup, ...]:
@@ -118,7 +126,7 @@ class Definition(ABC):
         `target` are the groups of the model that it drafts for, if it does, whose cache it may read.
         """
         del target
-        return group_layers(self.attention_specs(), network, self.lenders)
+        return group_layers(self.attention_specs(), network, self.lenders, self.indexers)
 
     def step_costs(self) -> tuple[float, float]:
         """Costs of a token's logits, and of attending to one other token, relative to a token in the layers.
@@ -131,6 +139,11 @@ class Definition(ABC):
     def copies(self) -> frozenset[str]:
         """Tensors that a checkpoint may store although they repeat others. They are compared and then dropped."""
         return frozenset()
+
+    @property
+    def beside_prefixes(self) -> tuple[str, ...]:
+        """What the names of tensors begin with that a checkpoint may store for other networks. They are not loaded."""
+        return ()
 
     @property
     def expert_stacks(self) -> tuple[ExpertStack, ...]:
@@ -174,12 +187,11 @@ class EmbedderDefinition(Definition):
         """Weights of the layers that each token is multiplied with: of experts, only those that it uses."""
 
     def step_costs(self) -> tuple[float, float]:
-        """Counts multiplications. A layer with a window reads a whole window for every token."""
+        """Counts multiplications."""
         token, context = self.token_weights, 0
-        for spec in self.attention_specs():
-            pair = spec.num_q_heads * sum(spec.expanded_dims)
-            token += pair * (spec.window or 0)
-            context += pair if spec.window is None else 0
+        for spec in (*self.attention_specs(), *self.indexers.values()):
+            of_token, of_pair = (0, 0) if spec is None else spec.step_costs()
+            token, context = token + of_token, context + of_pair
         return self.hidden_size * self.num_tokens / token, context / token
 
     @property

@@ -5,18 +5,20 @@ Owns the forward. A family's module translates its config to a definition.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from sightline.attention.groups import Lenders
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, Lenders
+from sightline.attention.spec import AttentionSpec, IndexSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection, Unnormed
-from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
+from sightline.layers.operations import Operations
 from sightline.layers.per_layer import PerLayerGate, PerLayerInputs
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
@@ -32,7 +34,7 @@ from sightline.models.contract import (
     ModelDefinition,
     Taps,
 )
-from sightline.models.feed_forward import FeedForward
+from sightline.models.feed_forward import FeedForward, FeedForwardLayer
 from sightline.models.norms import NormDefinition
 from sightline.models.per_layer_inputs import PerLayerDefinition
 from sightline.models.weights import WeightReader
@@ -44,14 +46,54 @@ PREDICTOR_TENSOR = "eh_proj.weight"
 
 
 @dataclass(frozen=True)
+class ResidualFactors:
+    """The factors of a layer whose parts add to the norm that they read.
+
+    stream = kept * norm(stream) + added * part(norm(stream))
+
+    The stream is kept divided by the last `added`, so that a product adds its result as it is; the norm behind it,
+    which does not see the factor, has another epsilon.
+    """
+
+    attention_kept: float
+    attention_added: float
+    feed_forward_kept: float
+    feed_forward_added: float
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of the norm in the divided stream behind attention."""
+        return self.attention_kept / self.attention_added
+
+    @property
+    def feed_forward_factor(self) -> float:
+        """The same behind the feed-forward."""
+        return self.feed_forward_kept / self.feed_forward_added
+
+
+@dataclass(frozen=True)
 class LayerDefinition:
     """The properties that may differ from layer to layer."""
 
     attention: AttentionDefinition
-    rotary: RotarySpec
+    rotary: RotarySpec | None
+    """None if the layer does not rotate."""
     feed_forward: FeedForward
     lender: int | None = None
     """The layer whose keys and values it reads; None if it has its own."""
+    residual: ResidualFactors | None = None
+    """None if the parts of the layer add to the stream itself."""
+    has_one_part: bool = False
+    """True if the attention or the feed-forward is absent. The only norm is called `input_layernorm` then."""
+
+
+class BesideTensors(NamedTuple):
+    """Tensors that are not loaded."""
+
+    prefix: str
+    """What their names begin with."""
+    what: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -75,21 +117,39 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     """A second embedding of the tokens, of which each layer takes a part."""
     scaled_layers: bool = False
     """True if the stream behind each layer is multiplied by a stored number."""
+    beside: tuple[BesideTensors, ...] = ()
+    """Tensors of other networks that a checkpoint may hold beside the decoder, which is the same without them."""
+    residual_scale: float = 1.0
+    """Multiplies what each part of a layer adds to the stream. The stream is kept divided by it, so that a product adds
+    its result as it is; the norms, which do not see the factor, have another epsilon."""
+    logit_scale: float = 1.0
+    """Multiplies the logits."""
 
     def __post_init__(self) -> None:
-        if not self.causal and any(layer.attention.spec.window is not None for layer in self.layers):
+        windows = [spec.window for spec in self.attention_specs() if spec is not None]
+        if not self.causal and any(window is not None for window in windows):
             raise ValueError("a sliding window of a model that is not causal (is_causal = false) is not supported yet")
 
     @property
     def norms(self) -> NormDefinition:
-        return NormDefinition(self.norm_epsilon, self.norm_offset)
+        return NormDefinition(self.norm_epsilon / self.residual_scale**2, self.norm_offset)
 
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def norms_behind(self, num_layers: int) -> NormDefinition:
+        """The norm that follows the first `num_layers` layers."""
+        before = self.layers[num_layers - 1].residual if num_layers else None
+        return self.norms if before is None else self.norms.of_divided(before.feed_forward_added)
+
+    def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
         return tuple(layer.attention.spec for layer in self.layers)
 
     @property
     def lenders(self) -> Lenders:
         return {index: each.lender for index, each in enumerate(self.layers) if each.lender is not None}
+
+    @property
+    def indexers(self) -> Mapping[int, IndexSpec]:
+        found = {index: each.attention.indexer for index, each in enumerate(self.layers)}
+        return {index: indexer.spec for index, indexer in found.items() if indexer is not None}
 
     @property
     def token_weights(self) -> int:
@@ -106,6 +166,10 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     @property
     def copies(self) -> frozenset[str]:
         return frozenset({OUTPUT_PROJECTION}) if self.tied_embedding else frozenset()
+
+    @property
+    def beside_prefixes(self) -> tuple[str, ...]:
+        return tuple(each.prefix for each in self.beside)
 
     @property
     def expert_stacks(self) -> tuple[ExpertStack, ...]:
@@ -136,17 +200,28 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return states
 
     def _load_states(self, weights: WeightReader, embedding: Embedding, taps: Taps = NO_TAPS) -> DecoderStates:
-        if not all(0 <= place <= len(self.layers) for place in taps.streams):
-            raise ValueError(f"expected states between 0 and {len(self.layers)} layers, got those at {taps.streams}")
+        if not set(range(len(self.layers) + 1)).issuperset(taps.streams) or len(set(taps.streams)) < len(taps.streams):
+            raise ValueError(
+                f"expected different states, each between 0 and {len(self.layers)} layers, got those at {taps.streams}"
+            )
+        if taps.streams and self.residual_scale != 1.0:
+            raise ValueError(
+                "the states between the layers of a model with a residual multiplier are not supported yet"
+            )
+        if taps.streams and any(layer.residual is not None for layer in self.layers):
+            raise ValueError("the states between layers that add to a norm are not supported yet")
         per_layer = None
         if self.per_layer is not None:
             per_layer = self.per_layer.load(weights, len(self.layers), self.hidden_size, self.norms)
         layers = tuple(
             load_layer(self, index, weights, layer_prefix(index), per_layer) for index in range(len(self.layers))
         )
-        final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
+        final_norm = self.norms_behind(len(self.layers)).load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
-        rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
+        for each in self.beside:
+            weights.leave(each.prefix, each.what, each.why)
+        specs = {layer.rotary: None for layer in self.layers if layer.rotary is not None}
+        rotaries = {spec: Rotary(spec, weights.device) for spec in specs}
         return DecoderStates(self, embedding, layers, final_norm, rotaries, taps, per_layer)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
@@ -189,25 +264,32 @@ class TableBuffers:
 class DecoderLayer:
     """One layer. Only sandwich models have norms after a sub-layer."""
 
-    rotary: RotarySpec
+    rotary: RotarySpec | None
     attention_norm: RmsNorm
     attention: AttentionLayer
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
-    mlp: GatedMlp | ExpertMlp
+    """The same as `attention_norm` in a layer with one part."""
+    mlp: FeedForwardLayer
     mlp_out_norm: RmsNorm | None
     per_layer: PerLayerGate | None = None
     scale: Tensor | None = None
     """[1]: multiplies the stream behind the layer."""
+    attention_kept: RmsNorm | None = None
+    """The norm that replaces the stream before attention adds to it; None if the stream stays as it is."""
+    mlp_kept: RmsNorm | None = None
+    """The same for the feed-forward."""
 
-    def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """Adds the layer's output to the stream."""
+    def __call__(
+        self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
+    ) -> None:
+        """Adds the layer's output to the stream. `rotary` is None if the layer does not rotate."""
         operations = scratch.operations
         hidden, normed, result = stream.hidden, stream.normed, stream.result
-        attended = Normed(Unnormed(hidden, self.attention_norm, normed))
+        attended = _read(stream, self.attention_norm, self.attention_kept, operations)
         if self.attention_out_norm is None:
             self.attention(attended, stream.onto_stream, planned, rotary, scratch)
-            transformed: Source = Normed(Unnormed(hidden, self.mlp_norm, normed))
+            transformed = _read(stream, self.mlp_norm, self.mlp_kept, operations)
         else:
             self.attention(attended, stream.alone, planned, rotary, scratch)
             operations.add_normed_then_norm(result, self.attention_out_norm, hidden, self.mlp_norm, normed)
@@ -221,6 +303,16 @@ class DecoderLayer:
             self.per_layer(hidden, result, scratch)
         if self.scale is not None:
             hidden.mul_(self.scale)
+
+
+def _read(stream: StreamBuffers, norm: RmsNorm, kept: RmsNorm | None, operations: Operations) -> Source:
+    """The norm of the stream, as the input of a part. If there is a norm to be kept, it then replaces the stream."""
+    source = Normed(Unnormed(stream.hidden, norm, stream.normed))
+    if kept is None:
+        return source
+    rows = source.rows(operations)
+    operations.norm(stream.hidden, kept, stream.hidden)
+    return Given(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +329,7 @@ class DecoderStates(Model):
 
     @property
     def turns(self) -> bool:
-        return self.layers[0].attention.turns
+        return all(layer.attention.turns for layer in self.layers)
 
     @property
     def states_out(self) -> int:
@@ -262,7 +354,8 @@ class DecoderStates(Model):
 
     def embed(self, planned: PlannedBatch, out: Tensor, scratch: Scratch) -> None:
         """Writes the embeddings of the batch's tokens, [num_tokens, hidden_size]."""
-        self.embedding(planned.batch.tokens, self.definition.embedding_scale, out, scratch.operations)
+        scale = self.definition.embedding_scale / self.definition.residual_scale
+        self.embedding(planned.batch.tokens, scale, out, scratch.operations)
 
     def wanted_of_stream(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         """Like `wanted`, if the input of the first layer is in the stream already."""
@@ -276,7 +369,7 @@ class DecoderStates(Model):
         for index, layer in enumerate(self.layers):
             if index in taps:
                 operations.copy(stream.hidden, taps[index])
-            layer(stream, planned, tables[layer.rotary], scratch)
+            layer(stream, planned, None if layer.rotary is None else tables[layer.rotary], scratch)
         if len(self.layers) in taps:
             operations.copy(stream.hidden, taps[len(self.layers)])
         if self.taps.final:
@@ -331,6 +424,8 @@ class Decoder(Model):
         out = scratch.empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
         logits = scratch.operations.widened(out)
+        if self.definition.logit_scale != 1.0:
+            scratch.operations.scale(logits, self.definition.logit_scale)
         if self.definition.logit_softcap is not None:
             scratch.operations.softcap(logits, self.definition.logit_softcap)
         return logits
@@ -347,18 +442,21 @@ def load_layer(
     hidden_size = definition.hidden_size
     described, sandwich = definition.layers[index], definition.sandwich_norms
 
-    def norm(name: str) -> RmsNorm:
-        return definition.norms.load(weights, f"{prefix}.{name}", hidden_size)
+    def norm(name: str, norms: NormDefinition = definition.norms) -> RmsNorm:
+        return norms.load(weights, f"{prefix}.{name}", hidden_size)
 
-    after_attention = norm("post_attention_layernorm")
+    residual = described.residual
+    before_mlp = definition.norms if residual is None else definition.norms.of_divided(residual.attention_added)
+    first = norm("input_layernorm", definition.norms_behind(index))
+    after_attention = first if described.has_one_part else norm("post_attention_layernorm", before_mlp)
     gate = None
     if definition.per_layer is not None and per_layer is not None:
         norms = definition.norms
         gate = definition.per_layer.load_gate(weights, per_layer, index, prefix, hidden_size, norms)
     return DecoderLayer(
         rotary=described.rotary,
-        attention_norm=norm("input_layernorm"),
-        attention=described.attention.load(weights, index, f"{prefix}.self_attn", hidden_size),
+        attention_norm=first,
+        attention=described.attention.load(weights, index, f"{prefix}.{described.attention.stored_as}", hidden_size),
         # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
@@ -366,6 +464,8 @@ def load_layer(
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         per_layer=gate,
         scale=weights.take(f"{prefix}.layer_scalar", (1,)) if definition.scaled_layers else None,
+        attention_kept=None if residual is None else first.times(residual.attention_factor),
+        mlp_kept=None if residual is None else after_attention.times(residual.feed_forward_factor),
     )
 
 

@@ -23,11 +23,9 @@ from sightline.attention.spec import AttentionSpec
 from sightline.core.errors import CheckpointError
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection, Unnormed
-from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.operations import Operations
-from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
 from sightline.layers.source import Given, Normed
@@ -35,6 +33,7 @@ from sightline.models.attention import AttentionLayer
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
 from sightline.models.decoder import Decoder, LayerDefinition, TableBuffers
 from sightline.models.drafting import DraftDefinition, LoadedDraft, likeliest
+from sightline.models.feed_forward import FeedForwardLayer
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
@@ -87,7 +86,13 @@ class Eagle3Definition(Definition):
     def max_positions(self) -> int:
         return self.num_positions
 
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    @property
+    def rotary(self) -> RotarySpec:
+        """The rotary embedding of the one layer."""
+        assert self.layer.rotary is not None, "a head's layer is one of Llama"
+        return self.layer.rotary
+
+    def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
         return (self.layer.attention.spec,)
 
     def load(self, weights: WeightReader, target_embedding: Embedding) -> Eagle3Head:
@@ -108,7 +113,7 @@ class Eagle3Definition(Definition):
                 mlp_norm=norms.load(weights, f"{layer}.post_attention_layernorm", size),
                 mlp=self.layer.feed_forward.load(weights, f"{layer}.mlp", size),
             ),
-            rotary=Rotary(self.layer.rotary, weights.device),
+            rotary=Rotary(self.rotary, weights.device),
             final_norm=norms.load(weights, names.module("norm"), size),
             output=weights.projection({names.module("lm_head"): self.num_drafted}, size, bias=False),
             target_tokens=self._load_target_tokens(weights, names),
@@ -207,7 +212,7 @@ class HeadLayer:
     state_norm: RmsNorm
     attention: AttentionLayer
     mlp_norm: RmsNorm
-    mlp: GatedMlp | ExpertMlp
+    mlp: FeedForwardLayer
 
     def __call__(
         self, given: Tensor, made: Tensor, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch
@@ -304,7 +309,7 @@ class Eagle3Head(Model):
         return wide.index_copy_(1, self.target_tokens, logits)
 
     def _table(self, scratch: Scratch) -> RotaryTable:
-        return scratch.of(TableBuffers, 0, self.definition.layer.rotary.head_dim).table
+        return scratch.of(TableBuffers, 0, self.definition.rotary.head_dim).table
 
 
 @dataclass(frozen=True)

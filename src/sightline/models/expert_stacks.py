@@ -30,18 +30,17 @@ class ExpertSizes:
     hidden_size: int
 
 
-def stack_separate(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: Gate) -> StackedExperts:
-    """Experts with three tensors each, under their number."""
+def stack_separate(
+    weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: Gate, *, parts: Sequence[str]
+) -> StackedExperts:
+    """Experts with a tensor for each of the `parts`, under their number: gate, up and down, or up and down."""
     size, hidden = sizes.size, sizes.hidden_size
-    names = [
-        [f"{prefix}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
-        for number in range(sizes.num_experts)
-    ]
+    names = [[f"{prefix}.{number}.{part}_proj.weight" for part in parts] for number in range(sizes.num_experts)]
     form = weights.form_of(name for expert in names for name in expert)
     join = _join_fp8 if form is WeightForm.FP8_BLOCKS else _join_plain
-    gate_up = join(weights, [expert[:2] for expert in names], (size, hidden))
-    down = join(weights, [expert[2:] for expert in names], (hidden, size))
-    return StackedExperts(gate_up, down, gate, overlaps_on(weights.device))
+    gate_up = join(weights, [expert[:-1] for expert in names], (size, hidden))
+    down = join(weights, [expert[-1:] for expert in names], (hidden, size))
+    return StackedExperts(gate_up, down, gate, overlaps_on(weights.device), gates_itself=len(parts) == 2)
 
 
 def stack_stacked(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: Gate) -> StackedExperts:

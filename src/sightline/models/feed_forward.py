@@ -5,17 +5,18 @@ Owns the tensor names. Does not know model families.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
 from sightline.kernels.packed_weights import WeightForm
+from sightline.layers.absent import AbsentMlp
 from sightline.layers.activation import Activation, Gate
 from sightline.layers.linear import Linear, Projection
-from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, SeparateExperts
+from sightline.layers.mlp import GatedMlp, SelfGatedMlp
+from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, NarrowExperts, SeparateExperts
 from sightline.layers.routing import Routing
 from sightline.models.contract import ExpertStack
 from sightline.models.weights import WeightReader
@@ -28,6 +29,8 @@ class DenseFeedForward:
     intermediate_size: int
     activation: Activation
     bias: bool = False
+    joint: bool = False
+    """True if gate and up are stored as one projection, `gate_up_proj`."""
 
     def num_weights(self, hidden_size: int) -> int:
         return 3 * hidden_size * self.intermediate_size
@@ -37,8 +40,50 @@ class DenseFeedForward:
         return ()
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp:
-        gate_up, down = _load_projections(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
+        size, bias = self.intermediate_size, self.bias
+        if not self.joint:
+            gate_up, down = _load_projections(weights, prefix, hidden_size, size, bias=bias)
+        else:
+            gate_up = weights.projection({f"{prefix}.gate_up_proj": 2 * size}, hidden_size, bias=bias)
+            down = weights.projection({f"{prefix}.down_proj": hidden_size}, size, bias=bias)
         return GatedMlp(gate_up, down, self.activation)
+
+
+@dataclass(frozen=True)
+class SelfGatedFeedForward:
+    """One feed-forward for every token whose gate is its up projection."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        return 2 * hidden_size * self.intermediate_size
+
+    def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
+        del prefix
+        return ()
+
+    def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> SelfGatedMlp:
+        up, down = _load_up_and_down(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
+        return SelfGatedMlp(up, down, self.activation)
+
+
+@dataclass(frozen=True)
+class AbsentFeedForward:
+    """Stands for no feed-forward: the layer only mixes tokens."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        del hidden_size
+        return 0
+
+    def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
+        del prefix
+        return ()
+
+    def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> AbsentMlp:
+        del weights, prefix, hidden_size
+        return AbsentMlp()
 
 
 class ExpertStorage(Enum):
@@ -51,6 +96,14 @@ class ExpertStorage(Enum):
 
 
 @dataclass(frozen=True)
+class NarrowInputs:
+    """The projection to the features that experts take, and that of their sum back."""
+
+    size: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class ExpertFeedForward:
     """A mixture of experts: each token uses a few of many feed-forwards."""
 
@@ -59,37 +112,72 @@ class ExpertFeedForward:
     routing: Routing
     gate: Gate
     storage: ExpertStorage
-    shared: DenseFeedForward | None = None
+    gates_itself: bool = False
+    """True if the gate of an expert is its up projection. Such experts are stored separately, two tensors each."""
+    narrow: NarrowInputs | None = None
+    """A projection of the inputs to fewer features, if experts have one."""
+    shared: DenseFeedForward | SelfGatedFeedForward | None = None
     """A feed-forward that every token uses in addition to its chosen experts."""
+    shared_as: str = "shared_experts"
+    """The name of that feed-forward inside the layer; empty if its tensors are beside those of the experts."""
+    shared_is_gated: bool = False
+    """True if the sigmoid of a product with the input multiplies its result. The weight's name ends with `_gate`."""
 
     def num_weights(self, hidden_size: int) -> int:
         """Weights that a token is multiplied with: the router, and the experts that it uses."""
-        experts = self.routing.num_experts + 3 * self.routing.experts_per_token * self.intermediate_size
-        return hidden_size * experts + (0 if self.shared is None else self.shared.num_weights(hidden_size))
+        width = hidden_size if self.narrow is None else self.narrow.size
+        experts = len(self._parts) * self.routing.experts_per_token * self.intermediate_size * width
+        around = 0 if self.narrow is None else 2 * hidden_size * self.narrow.size
+        shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
+        return hidden_size * self.routing.num_experts + experts + around + shared
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """The projections of an expert."""
+        return ("up", "down") if self.gates_itself else ("gate", "up", "down")
 
     def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
         """The experts that are stored under `prefix`."""
+        unused = 1.0 - self.routing.experts_per_token / self.routing.num_experts
         if self.storage is ExpertStorage.STACKED:
             names = [f"{prefix}.experts.{part}_proj" for part in ("gate_up", "down")]
-            return (ExpertStack(tuple(names), WeightForm.MXFP4),)
+            return (ExpertStack(tuple(names), WeightForm.MXFP4, unused),)
         names = [
             f"{prefix}.experts.{number}.{part}_proj.weight"
             for number in range(self.routing.num_experts)
-            for part in ("gate", "up", "down")
+            for part in self._parts
         ]
-        return (ExpertStack(tuple(names), WeightForm.FP8_BLOCKS),)
+        return (ExpertStack(tuple(names), WeightForm.FP8_BLOCKS, unused),)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
-        separate = self.storage is ExpertStorage.SEPARATE
-        router = "gate" if separate else "router"
+        stacked = self.storage is ExpertStorage.STACKED
+        router = "router" if stacked else "gate"
         sizes = {f"{prefix}.{router}": self.routing.num_experts}
         return ExpertMlp(
-            router=weights.projection(sizes, hidden_size, bias=not separate, dtype=torch.float32),
+            router=weights.projection(sizes, hidden_size, bias=stacked, dtype=torch.float32),
             routing=self.routing,
-            bank=self._load_bank(weights, f"{prefix}.experts", hidden_size),
+            bank=self._load_bank(weights, f"{prefix}.experts", hidden_size)
+            if self.narrow is None
+            else self._load_narrow(weights, prefix, self.narrow, hidden_size),
             correction=self._load_correction(weights, f"{prefix}.{router}"),
-            shared=None if self.shared is None else self.shared.load(weights, f"{prefix}.shared_experts", hidden_size),
+            shared=self._load_shared(weights, f"{prefix}.{self.shared_as}".rstrip("."), hidden_size),
         )
+
+    def _load_narrow(self, weights: WeightReader, prefix: str, narrow: NarrowInputs, hidden_size: int) -> NarrowExperts:
+        return NarrowExperts(
+            bank=self._load_bank(weights, f"{prefix}.experts", narrow.size),
+            inwards=weights.projection({f"{prefix}.fc1_latent_proj": narrow.size}, hidden_size, bias=narrow.bias),
+            outwards=weights.projection({f"{prefix}.fc2_latent_proj": hidden_size}, narrow.size, bias=narrow.bias),
+        )
+
+    def _load_shared(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp | SelfGatedMlp | None:
+        if self.shared is None:
+            return None
+        shared = self.shared.load(weights, prefix, hidden_size)
+        if not self.shared_is_gated:
+            return shared
+        assert isinstance(shared, GatedMlp), "a feed-forward that gates itself has no gate for its rows"
+        return replace(shared, row_gate=weights.projection({f"{prefix}_gate": 1}, hidden_size, bias=False))
 
     def _load_correction(self, weights: WeightReader, prefix: str) -> Tensor | None:
         if not self.routing.corrected:
@@ -104,18 +192,17 @@ class ExpertFeedForward:
         # Imported here: it needs Triton, which an installation for CPUs does not have.
         from sightline.models.expert_stacks import ExpertSizes, stack_separate, stack_stacked
 
-        stack = stack_separate if separate else stack_stacked
         sizes = ExpertSizes(self.routing.num_experts, self.intermediate_size, hidden_size)
-        return stack(weights, prefix, sizes, self.gate)
+        if separate:
+            return stack_separate(weights, prefix, sizes, self.gate, parts=self._parts)
+        return stack_stacked(weights, prefix, sizes, self.gate)
 
     def _load_separate(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
-        experts = []
-        for number in range(self.routing.num_experts):
-            gate_up, down = _load_projections(
-                weights, f"{prefix}.{number}", hidden_size, self.intermediate_size, bias=False
-            )
-            experts.append(Expert(gate_up, down, self.gate))
-        return tuple(experts)
+        load, size = _load_up_and_down if self.gates_itself else _load_projections, self.intermediate_size
+        return tuple(
+            Expert(*load(weights, f"{prefix}.{number}", hidden_size, size, bias=False), self.gate, self.gates_itself)
+            for number in range(self.routing.num_experts)
+        )
 
     def _load_stacked(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
         num_experts, size = self.routing.num_experts, self.intermediate_size
@@ -142,9 +229,17 @@ def _load_projections(
     return gate_up, weights.projection({f"{prefix}.down_proj": hidden_size}, intermediate_size, bias=bias)
 
 
+def _load_up_and_down(
+    weights: WeightReader, prefix: str, hidden_size: int, intermediate_size: int, *, bias: bool
+) -> tuple[Projection, Projection]:
+    up = weights.projection({f"{prefix}.up_proj": intermediate_size}, hidden_size, bias=bias)
+    return up, weights.projection({f"{prefix}.down_proj": hidden_size}, intermediate_size, bias=bias)
+
+
 def _side_by_side(interleaved: Tensor) -> Tensor:
     """Reorders rows (gate, up, gate, up, ...) to all gates, then all ups."""
     return torch.cat((interleaved[::2], interleaved[1::2]))
 
 
-FeedForward = DenseFeedForward | ExpertFeedForward
+FeedForward = DenseFeedForward | SelfGatedFeedForward | ExpertFeedForward | AbsentFeedForward
+FeedForwardLayer = GatedMlp | SelfGatedMlp | ExpertMlp | AbsentMlp

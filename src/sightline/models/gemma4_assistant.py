@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sightline.attention.groups import LayerGroup, Lenders, borrow_layers
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, LayerGroup, Lenders, borrow_layers
+from sightline.attention.spec import AttentionSpec
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.layers.embedding import Embedding
@@ -103,12 +104,13 @@ class AssistantDefinition(Definition):
     def max_positions(self) -> int:
         return self.decoder.max_positions
 
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
         return self.decoder.attention_specs()
 
     def groups(self, network: str = "", target: Sequence[LayerGroup] = ()) -> tuple[LayerGroup, ...]:
         lenders: Lenders = dict(enumerate(self.lender_layers))
-        return borrow_layers(dict(enumerate(self.attention_specs())), lenders, target, network)
+        specs = {layer: spec for layer, spec in enumerate(self.attention_specs()) if spec is not None}
+        return borrow_layers(specs, lenders, target, network)
 
     def load(self, weights: WeightReader, target_embedding: Embedding) -> Assistant:
         """Builds the network, which uses the target's embedding."""
@@ -283,9 +285,9 @@ def _read_decoder(text: ConfigReader, kinds: Sequence[str], lenders: Sequence[in
 def _target_lenders(target: DecoderDefinition, kinds: Sequence[str]) -> tuple[int, ...]:
     """For each layer of the assistant, the last layer of its kind in the target that has keys of its own."""
     last = {
-        FULL if layer.attention.spec.window is None else SLIDING: index
-        for index, layer in enumerate(target.layers)
-        if layer.lender is None
+        FULL if spec.window is None else SLIDING: index
+        for index, (layer, spec) in enumerate(zip(target.layers, target.attention_specs(), strict=True))
+        if layer.lender is None and spec is not None
     }
     missing = set(kinds) - set(last)
     if missing:
@@ -302,7 +304,7 @@ def _seen_from_behind(layer: LayerDefinition) -> LayerDefinition:
     counts the query's own position too.
     """
     attention = layer.attention
-    window = attention.spec.window
     assert isinstance(attention, BorrowedAttentionDefinition), "a layer with a lender borrows"
+    window = attention.spec.window
     wider = None if window is None else window + 2
     return replace(layer, attention=replace(attention, spec=replace(attention.spec, window=wider)), lender=None)

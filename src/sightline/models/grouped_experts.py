@@ -7,11 +7,14 @@ from dataclasses import replace
 from sightline.core.errors import UnsupportedModelError
 from sightline.layers.activation import Activation
 from sightline.layers.routing import Groups, Routing, Score, Share
+from sightline.models.attention import AttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
 from sightline.models.shared_config import SAME_EXPERT_LAYERS, dense_layers
 
+DENSE, SPARSE = "dense", "sparse"
+"""The values of `mlp_layer_types`."""
 CORRECTED = "noaux_tc"
 """The value of `topk_method` for experts that are chosen with a learned correction."""
 EXPERT_FIELDS = """
@@ -91,10 +94,33 @@ def expert_layers(config: ConfigReader, experts: ExpertFeedForward, *, first: in
     )
 
 
+def typed_expert_layers(config: ConfigReader, experts: ExpertFeedForward, *, first: int) -> tuple[FeedForward, ...]:
+    """The feed-forwards: experts where `mlp_layer_types` says sparse, or else from `first_k_dense_replace` on.
+
+    `first` is the default of the latter.
+    """
+    config.may_idle("every layer has experts", "intermediate_size")
+    config.may_idle(f"{SAME_EXPERT_LAYERS}, or mlp_layer_types lists them", "first_k_dense_replace")
+    listed = config.optional_kinds("mlp_layer_types", (DENSE, SPARSE))
+    first = config.count("first_k_dense_replace", first, least=0)
+    return tuple(
+        experts if (index >= first if listed is None else listed[index] == SPARSE) else dense
+        for index, dense in enumerate(dense_layers(config))
+    )
+
+
 def with_predictors(
-    config: ConfigReader, definition: DecoderDefinition, experts: ExpertFeedForward
+    config: ConfigReader,
+    definition: DecoderDefinition,
+    experts: ExpertFeedForward,
+    *,
+    attention: AttentionDefinition | None = None,
 ) -> DecoderDefinition:
-    """The definition with its layers for multi-token prediction, which have experts even if no other layer has."""
+    """The definition with its layers for multi-token prediction, which have experts even if no other layer has.
+
+    Their attention is that of the last layer, unless it is given.
+    """
     count = config.count("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS)
-    layer = replace(definition.layers[-1], feed_forward=experts)
+    last = definition.layers[-1]
+    layer = replace(last, feed_forward=experts, attention=attention or last.attention)
     return replace(definition, predictors=(layer,) * count)

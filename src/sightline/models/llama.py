@@ -22,7 +22,8 @@ def llama(config: ConfigReader) -> DecoderDefinition:
     return replace(
         definition,
         layers=tuple(
-            replace(layer, rotary=with_frequency_factors(layer.rotary, factors)) for layer in definition.layers
+            replace(layer, rotary=layer.rotary and with_frequency_factors(layer.rotary, factors))
+            for layer in definition.layers
         ),
     )
 

@@ -23,12 +23,13 @@ Does not know how guesses are made or checked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec
+from sightline.attention.spec import AttentionSpec, IndexSpec
 from sightline.core.errors import ConfigError
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
@@ -80,8 +81,12 @@ class MtpModuleDefinition(Definition):
     def max_positions(self) -> int:
         return self.target.max_positions
 
-    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
         return self.network.attention_specs()
+
+    @property
+    def indexers(self) -> Mapping[int, IndexSpec]:
+        return self.network.indexers
 
     def step_costs(self) -> tuple[float, float]:
         return self.network.step_costs()
@@ -96,7 +101,7 @@ class MtpModuleDefinition(Definition):
 
     @property
     def _copied(self) -> dict[str, str]:
-        """For each tensor that may be stored again, the model's own."""
+        """Maps each tensor that the checkpoint may store a second time to the model's own."""
         head = EMBEDDING if self.target.tied_embedding else OUTPUT_PROJECTION
         return {f"{self.prefix}.embed_tokens.weight": EMBEDDING, f"{self.prefix}.shared_head.head.weight": head}
 
@@ -116,7 +121,11 @@ class MtpModuleDefinition(Definition):
             embedding=target.states.embedding,
             layers=(load_layer(network, 0, weights, prefix),),
             final_norm=norms.load(weights, f"{prefix}.shared_head.norm", size),
-            rotaries={layer.rotary: target.states.rotaries[layer.rotary] for layer in network.layers},
+            rotaries={
+                layer.rotary: target.states.rotaries[layer.rotary]
+                for layer in network.layers
+                if layer.rotary is not None
+            },
             taps=FINAL,
         )
         return MtpModule(

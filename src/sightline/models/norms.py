@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,3 +22,7 @@ class NormDefinition:
         """Loads the norm over `features` that is stored as `name`.weight."""
         weight = weights.take(f"{name}.weight", (features,), dtype=torch.float32)
         return RmsNorm(weight + self.offset, self.epsilon)
+
+    def of_divided(self, divisor: float) -> NormDefinition:
+        """The norm that gives the same for rows that are divided by `divisor`."""
+        return replace(self, epsilon=self.epsilon / divisor**2)

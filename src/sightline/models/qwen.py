@@ -41,7 +41,14 @@ def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
     config.informational("output_router_logits", "router_aux_loss_coef")
     config.may_idle("if there is a sliding window, every layer has it", "max_window_layers")
     config.require("layer_types", None)
-    feed_forwards = _expert_layers(config)
+    share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
+    experts = ExpertFeedForward(
+        intermediate_size=config.count("moe_intermediate_size", 768),
+        routing=read_routing(config, share, num_experts=128, experts_per_token=8),
+        gate=Activation.SILU,
+        storage=ExpertStorage.SEPARATE,
+    )
+    feed_forwards = expert_layers(config, experts)
     windows = [_window(config)] * len(feed_forwards)
     return plain_decoder(config, windows, feed_forwards, tensors=_with_norms(config))
 
@@ -66,18 +73,11 @@ def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
     return layer_windows(kinds, window)
 
 
-def _expert_layers(config: ConfigReader) -> tuple[FeedForward, ...]:
+def expert_layers(config: ConfigReader, experts: ExpertFeedForward) -> tuple[FeedForward, ...]:
     """The feed-forwards: experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
     config.may_idle("every layer has experts", "intermediate_size")
     config.may_idle("no layer has experts", *_EXPERT_FIELDS.split())
     config.may_idle(SAME_EXPERT_LAYERS, "decoder_sparse_step", "mlp_only_layers")
-    share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
-    experts = ExpertFeedForward(
-        intermediate_size=config.count("moe_intermediate_size", 768),
-        routing=read_routing(config, share, num_experts=128, experts_per_token=8),
-        gate=Activation.SILU,
-        storage=ExpertStorage.SEPARATE,
-    )
     step, dense = config.count("decoder_sparse_step", 1), config.indices("mlp_only_layers")
     return tuple(
         feed_forward if index in dense or (index + 1) % step else experts

@@ -8,6 +8,8 @@ over the experts:
     projections into the stream      1 / sqrt(inputs * 2 * layers): all layers together add about as much as a token has
     other projections                1 / sqrt(inputs)
     norms, and biases and sinks      exactly 1, and exactly 0
+    logarithms of decay rates        exactly 0
+    convolutions                     1 / sqrt(width)
 
 Does not know model families: a model is built once on torch's meta device, and what it asks for are its tensors.
 """
@@ -30,7 +32,7 @@ from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 
 _DTYPE = torch.bfloat16
-_INTO_STREAM = re.compile(r"\b(o_proj|down_proj)\b")
+_INTO_STREAM = re.compile(r"\b(o_proj|out_proj|down_proj)\b")
 
 
 class RandomCheckpoint(ConfigCheckpoint):
@@ -53,10 +55,10 @@ class RandomCheckpoint(ConfigCheckpoint):
 
     def _read(self, name: str) -> Tensor:
         made = torch.empty(self.tensors[name].shape, dtype=_DTYPE, device=self._device)
-        if "norm" in name or name.endswith("layer_scalar"):
-            return made.fill_(1.0)
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "A_log")):
             return made.zero_()
+        if "norm" in name or name.endswith((".layer_scalar", ".D")):
+            return made.fill_(1.0)
         generator = torch.Generator(self._device).manual_seed(crc32(name.encode(), self._seed))
         return made.normal_(0.0, self._scale(name), generator=generator)
 
@@ -64,7 +66,7 @@ class RandomCheckpoint(ConfigCheckpoint):
         if "embed" in name:
             return 1.0
         # A matrix is stored outputs first, a stack of experts inputs first.
-        num_inputs = self.tensors[name].shape[1]
+        num_inputs = self.tensors[name].shape[-1 if "conv" in name else 1]
         return 1.0 / math.sqrt(num_inputs * (2 * self._num_layers if _INTO_STREAM.search(name) else 1))
 
 

@@ -5,28 +5,37 @@ Owns the rule that every field of a config has an effect on the definition, is r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.models.bailing import bailing_hybrid
 from sightline.models.bert import bert
 from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
 from sightline.models.contract import Definition, EmbedderDefinition
 from sightline.models.decoder import DecoderDefinition
-from sightline.models.deepseek import deepseek_v2, deepseek_v3
+from sightline.models.deepseek import deepseek_v2, deepseek_v3, deepseek_v32
 from sightline.models.eagle3 import Eagle3Definition
 from sightline.models.eagle3_config import LAYER_SECTION, flattened, original_head, speculators_head
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
 from sightline.models.gemma4 import gemma4
-from sightline.models.glm import glm4_moe
+from sightline.models.glm import glm4_moe, glm_moe_dsa
 from sightline.models.gpt_oss import gpt_oss
+from sightline.models.granite import granite_hybrid
+from sightline.models.kimi_linear import kimi_linear
+from sightline.models.lfm2 import lfm2, lfm2_moe
 from sightline.models.llama import llama, mistral
+from sightline.models.minimax import minimax
+from sightline.models.nemotron_h import nemotron_h
 from sightline.models.qwen import qwen2, qwen3, qwen3_moe
+from sightline.models.qwen_hybrid import qwen3_5, qwen3_5_moe, qwen3_next
 
+_HEADS = re.compile("(ForCausalLM|ForConditionalGeneration|TextModel|Model)$")
 _DefinitionT = TypeVar("_DefinitionT", bound=Definition)
 Family = Callable[[ConfigReader], DecoderDefinition]
 
@@ -40,13 +49,27 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma4ForCausalLM": gemma4,
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "DeepseekV32ForCausalLM": deepseek_v32,
     "Glm4MoeForCausalLM": glm4_moe,
+    "GlmMoeDsaForCausalLM": glm_moe_dsa,
+    "NemotronHForCausalLM": nemotron_h,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "Lfm2ForCausalLM": lfm2,
+    "Lfm2MoeForCausalLM": lfm2_moe,
+    "KimiLinearForCausalLM": kimi_linear,
+    "BailingHybridForCausalLM": bailing_hybrid,
+    "MiniMaxForCausalLM": minimax,
 }
 ORIGINAL_HEADS = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 """Architectures of EAGLE-3 heads whose configs have one level."""
@@ -58,14 +81,28 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
     "gemma4_text": "Gemma4",
     "gpt_oss": "GptOss",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
     "kimi_k2": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "nemotron_h": "NemotronH",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe",
+    "kimi_linear": "KimiLinear",
+    "bailing_hybrid": "BailingHybrid",
+    "minimax": "MiniMax",
 }
 """The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
@@ -113,8 +150,9 @@ def define_eagle3(config: Mapping[str, object], target: DecoderDefinition, ledge
 
 
 def _bare(architecture: str) -> str:
-    """The name of an architecture without its head. From Gemma 3 on the plain name is the model with vision."""
-    with_vision = architecture.startswith(("Gemma3", "Gemma4"))
+    """The name of an architecture without its head. From Gemma 3 and Qwen3.5 on the plain name is the model with
+    vision."""
+    with_vision = architecture.startswith(("Gemma3", "Gemma4", "Qwen3_5"))
     return architecture.replace("ForCausalLM", "TextModel" if with_vision else "Model")
 
 
@@ -145,7 +183,7 @@ def _check_model_type(config: Mapping[str, object], architecture: str, ledger: L
             f"is not known; the architecture {architecture} decides",
             "check that the model is of that architecture",
         )
-    elif architecture.replace("ForCausalLM", "").replace("TextModel", "").replace("Model", "") != family:
+    elif _HEADS.sub("", architecture) != family:
         raise UnsupportedModelError(
             f"expected architectures and model_type of one family, got {architecture} and {model_type!r}; correct the "
             "one that is wrong in config.json"

@@ -17,7 +17,7 @@ from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward, FeedForward
 from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, same_type_key, state_once
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 NO_ROPE_SCALING: Mapping[str, object] = MappingProxyType({})
 NO_TENSORS = AttentionTensors()
 SAME_EXPERT_LAYERS = "the same layers have experts with a slightly different value"

@@ -5,6 +5,7 @@ Does not know formats, nor which models can be run.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +63,12 @@ class Checkpoint(ABC):
         self.tensors = tensors
         """By Hugging Face name, in file order."""
         self.generation = generation
+
+    @property
+    def identity(self) -> str:
+        """Names the weights without reading them: where they are, and the name, shape and stored type of each."""
+        described = {name: (info.shape, info.stored_as) for name, info in self.tensors.items()}
+        return f"{self.location.resolve()} {hashlib.sha256(repr(described).encode()).hexdigest()}"
 
     def load(self, name: str) -> torch.Tensor:
         """The tensor `name`, as `tensors[name]` describes it. What a file stores is on the CPU, and may be mapped."""

@@ -10,8 +10,9 @@ from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.gguf.checkpoint import GgufCheckpoint
 from sightline.models.loading.hub import fetch, parse_reference
-from sightline.models.loading.prefixed import with_prefix
+from sightline.models.loading.renamed import with_standard_names
 from sightline.models.loading.safetensors.folder import FolderCheckpoint
+from sightline.models.loading.unstacked import with_separate_experts
 
 
 def open_description(location: str | Path, ledger: Ledger) -> Checkpoint:
@@ -30,7 +31,7 @@ def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:
     if reference is not None:
         path = fetch(reference)
     if path.is_dir():
-        return with_prefix(FolderCheckpoint(path, ledger))
+        return with_separate_experts(with_standard_names(FolderCheckpoint(path, ledger)))
     if path.is_file() and path.suffix.lower() == ".gguf":
         return GgufCheckpoint(path, ledger)
     found = "no such path" if not path.exists() else "a file of another kind" if path.is_file() else "no file"

@@ -18,6 +18,7 @@ from sightline.models.loading.generation import read_generation_defaults
 from sightline.models.loading.safetensors import fp8_blocks, mxfp4
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import PackedFormat, PackedTensor
+from sightline.models.loading.text_section import with_text_on_top
 from sightline.text.tokenizers.folder import TOKENIZER_FILE, tokenizer_from_folder
 from sightline.text.tokenizers.json_file import read_json_object
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
             f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {path.parent}. "
             "Give the folder that holds the model itself, or a .gguf file."
         )
-    config = read_json_object(path)
+    config = with_text_on_top(read_json_object(path))
     section = config.pop(QUANTIZATION, None)
     return config, None if section is None else _read_format(section)
 

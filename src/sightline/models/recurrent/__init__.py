@@ -1,0 +1,1 @@
+"""Definitions of recurrent layers, and how checkpoints store them."""
