@@ -378,7 +378,7 @@ class LLM:
 
 
 def _text_or_tokens(prompt: object) -> str | list[int]:
-    """What a prompt is, in whichever form it comes."""
+    """Returns the text or the token ids of a prompt, in whichever form it comes."""
     match prompt:
         case str(text):
             return text
@@ -399,7 +399,7 @@ def _terms(priority: int | Sequence[int], timeout: float | None, count: int) -> 
 
 
 def _spread(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:
-    """One for each prompt."""
+    """Returns one value for each prompt."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

@@ -95,7 +95,7 @@ class BackgroundSteps:
         self._order(lambda: self._start(reading))
 
     async def read(self, reading: RequestReading) -> Gain:
-        """What the request has gained, as soon as that is something. Raises why it could not run."""
+        """Waits until the request has gained something, and returns that. Raises the reason if it could not run."""
         asked: Asked = asyncio.get_running_loop().create_future()
         self._order(lambda: self._ask(reading, asked))
         return await asked
@@ -145,7 +145,7 @@ class BackgroundSteps:
             self._fail_all(EngineClosedError("the engine was shut down before the request was finished"))
 
     def _advance(self, turn: Turn, first: Callable[[], None] | None) -> None:
-        """Follows orders, submits what there is room for, steps until somebody can be answered, and answers."""
+        """Follows orders, submits requests while there is room, steps until a reader can be answered, and answers."""
         try:
             if first is not None:
                 first()

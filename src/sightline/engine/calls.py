@@ -220,7 +220,7 @@ class TextStream(Iterator[TextDelta]):
 
 
 def refused_output(item: object, num_outputs: int, error: RequestError) -> RequestOutput:
-    """As many outputs as were asked for, as a request has that fails while it runs."""
+    """Returns the output of a refused prompt: every continuation failed, as in a request that fails while it runs."""
     return RequestOutput(
         request_id=new_request_id(),
         prompt=_text_of(item),

@@ -120,7 +120,7 @@ class RowFailure(NamedTuple, Generic[LifeT]):
 
 
 class Launch(NamedTuple, Generic[LifeT]):
-    """What came of a schedule: one step, or the parts that it was cut into, and rows that cannot run."""
+    """The result of launching a schedule: one step, or the parts that it was cut into, and rows that cannot run."""
 
     steps: tuple[LaunchedStep[LifeT], ...]
     failures: tuple[RowFailure[LifeT], ...]
@@ -257,6 +257,7 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
     table_rows, context_lens, num_logits = list[int](), list[int](), list[int]()
     tokens, places = list[Sequence[int]](), list[int | None]()
     masks, positions = [mask] * len(rows), list[Sequence[int] | None]([None]) * len(rows)
+    num_candidates = [1 + len(row.drafts) for row in rows]
     for index, row in enumerate(rows):
         sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
         held = PADDING_ROW if sequence.is_whole else sequence.table_row
@@ -286,4 +287,4 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
             raise BatchError("tokens", None, wanted, num_known)
         tokens.append(known[context_len:] if num_known else _NO_TOKENS)
         places.append(place)
-    return StepWork(table_rows, tokens, context_lens, num_logits, masks, positions, places)
+    return StepWork(table_rows, tokens, context_lens, num_logits, masks, positions, places, num_candidates)

@@ -83,7 +83,7 @@ class LiveSequence:
 
     @cached_property
     def greedy(self) -> RowSampling | None:
-        """How every token is chosen, if that is the likeliest one in any place; otherwise None."""
+        """The one choice for all tokens of a greedy continuation without adjusted logits; otherwise None."""
         is_greedy = self.params.temperature == 0.0 and self.adjustment is None
         return RowSampling(self.params, 0) if is_greedy else None
 

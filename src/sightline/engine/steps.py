@@ -43,6 +43,7 @@ from sightline.engine.launch import Consume, Launch, LaunchedStep, LifeT, StepLa
 from sightline.engine.observing import show
 from sightline.engine.requests import LiveRequest
 from sightline.runner.build import Runtime
+from sightline.runner.coordinators import hot_metrics
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
@@ -76,7 +77,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self.runtime = runtime
         self.ledger = ledger
         config = runtime.config
-        self.prefixes = PrefixCache(runtime.store) if config.prefix_caching else None
+        self.prefixes = PrefixCache(runtime.store, *runtime.tiers) if config.prefix_caching else None
         self._clock = clock
         self.pace = Pace(costs, config.max_step_ms)
         self._scheduler = Scheduler(
@@ -180,8 +181,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             num_requests_waiting=scheduler.num_waiting,
             num_requests_paused=scheduler.num_paused,
             kv_cache_usage_perc=in_use / max(1, store.num_usable_pages),
-            prefix_cache_queries=scheduler.num_queried_tokens,
-            prefix_cache_hits=scheduler.num_hit_tokens,
+            state_checkpoints=0 if self.prefixes is None else self.prefixes.num_checkpoints,
             prompt_tokens=self._counts["prompt_tokens"],
             generation_tokens=self._counts["generation_tokens"],
             num_preemptions=scheduler.num_retractions,
@@ -202,6 +202,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             spec_decode_num_draft_tokens=scheduler.num_drafted_tokens,
             spec_decode_num_accepted_tokens=scheduler.num_accepted_tokens,
             spec_decode_num_accepted_tokens_per_pos=scheduler.accepted_at(self.runtime.config.max_drafted),
+            **{**scheduler.prefix_metrics(), **hot_metrics(self.runtime.coordinators, store)},
         )
 
     def reset_counts(self) -> None:
@@ -304,8 +305,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._lanes.run(MAIN_LANE, Depth.ENGINE, self._forget, request_id)
 
     def _forget(self, request_id: str) -> None:
-        live = self._live.get(request_id)
-        if live is None:
+        if (live := self._live.get(request_id)) is None:
             return
         with uninterrupted(), self._ending_on_a_fault():
             for sequence in live.sequences:
@@ -331,7 +331,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             while self._in_flight:
                 self._scheduler.landed(self._in_flight.popleft().rows)
             if self.prefixes is not None and self._fault is None:
-                self.prefixes.clear()
+                self.prefixes.close()
         self._closed = True
 
     def _check_open(self) -> None:
@@ -456,9 +456,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
                 live.finish(reason)
             except Exception as error:
                 # Its last output is lost. It ends all the same, and nobody else with it.
-                logger.error(
-                    "request %s could not be finished: %s", live.sequence.request.request_id, error, exc_info=error
-                )
+                request_id = live.sequence.request.request_id
+                logger.error("request %s could not be finished: %s", request_id, error, exc_info=error)
                 live.break_off(f"{type(error).__name__}: {error}")
             self._ends[str(live.finish_reason)] += 1
         self._scheduler.remove(live.sequence)

@@ -69,7 +69,7 @@ class TextEmbedder:
         ]
 
     def _cut(self, tokens: list[int], end: Sequence[int], *, truncate: bool) -> tuple[list[int], int]:
-        """To the most that a text may have, where that is asked for; its `end` stays."""
+        """Cuts a text to the most tokens, if asked to, but keeps its `end`. Returns it, and how many were cut."""
         excess = len(tokens) - self.max_tokens
         if excess <= 0 or not truncate:
             return tokens, 0

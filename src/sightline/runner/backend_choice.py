@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import ANY, Work, decode_work
+from sightline.attention.groups import LayerGroup
 from sightline.attention.selection import Candidate, Offer, Selection
-from sightline.attention.spec import LayerGroup
+from sightline.attention.spec import SpecKind
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 
@@ -32,6 +33,19 @@ def make_offers(config: ResolvedConfig, candidates: Sequence[Candidate]) -> Mapp
     return {work: offers[_setting_for(config, work)] for work in works_of(config)}
 
 
+def offer_for(offer: Offer, group: LayerGroup, groups: Sequence[LayerGroup], candidates: Sequence[Candidate]) -> Offer:
+    """The candidates for one group. Names that serve other kinds of layers of the model leave its own kind open."""
+    kinds = _kinds(offer)
+    if offer.asked is None or group.spec.kind in kinds or kinds.isdisjoint(each.spec.kind for each in groups):
+        return offer
+    return registry.offer(candidates, None)
+
+
+def _kinds(offer: Offer) -> frozenset[SpecKind]:
+    """The kinds of layers that some candidate serves."""
+    return frozenset(kind for each in offer.candidates for row in each.rows() for kind in row.spec_kinds)
+
+
 def tell_choices(
     config: ResolvedConfig, groups: Sequence[LayerGroup], selections: Sequence[GroupSelection], ledger: Ledger
 ) -> None:
@@ -46,8 +60,26 @@ def tell_choices(
             if name not in serving:
                 reasons = _why_not(name, chosen) if serving else _nothing_to_serve(config, setting)
                 ledger.degrade(setting, f"{name} serves nothing: {reasons}", "leave it out")
+        for group, each in zip(groups, selections, strict=True):
+            _tell_open(config, setting, names, group, each, ledger)
     for group, selection in zip(groups, selections, strict=True):
         _tell_slow(group, selection, ledger)
+
+
+def _tell_open(
+    config: ResolvedConfig,
+    setting: str,
+    names: str | None,
+    group: LayerGroup,
+    selection: GroupSelection,
+    ledger: Ledger,
+) -> None:
+    """Notes a backend that was chosen for a kind of layers that the names of a setting do not serve."""
+    if names is None:
+        return
+    chosen = {each.candidate.name for work, each in selection.items() if _setting_for(config, work) == setting}
+    for name in sorted(chosen - set(registry.names_in(names))):
+        ledger.note(setting, f"{names} serves no {group.spec.kind.value} layers: {name} was chosen for {group.name}")
 
 
 def _why_not(name: str, chosen: Mapping[str, Sequence[Selection]]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sightline.cache.pools import CacheStore
+from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch, RowWork, StepWork
 
 
@@ -17,7 +17,7 @@ def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None =
     `chosen` are the tokens that steps in flight choose, if rows continue some; `awaited` is the number of tokens that
     the step before will choose, if it is not launched yet.
     """
-    return Batch(StepWork.of(work), store.main.pools, store.device, chosen, awaited)
+    return Batch(StepWork.of(work), store.main.sources, store.device, chosen, awaited)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:

@@ -14,15 +14,19 @@ from typing import TypeAlias, TypeVar
 
 from sightline.attention.backends import registry
 from sightline.attention.bindings import GroupBinding
-from sightline.attention.capability import Requirement, Work
+from sightline.attention.contract import EntryCoordinator
+from sightline.attention.groups import LayerGroup
 from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
-from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import Workspace
+from sightline.cache.blocks import BlockStore
+from sightline.cache.host import HostBlocks
 from sightline.cache.pages import PageAllocator
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import ScalesByPlane
+from sightline.cache.store import CacheStore
+from sightline.cache.tier import LowerTier
 from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels
@@ -41,9 +45,9 @@ from sightline.models.drafting import NO_DRAFT, DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
+from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, offer_for, tell_choices
 from sightline.runner.compute import linear_maker, make_launcher, make_operations
-from sightline.runner.demand import AttentionUsage, demands_of
+from sightline.runner.demand import AttentionUsage, requirement
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
 from sightline.runner.networks import (
@@ -68,7 +72,7 @@ from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kind
 
 ModelT = TypeVar("ModelT", bound=Model)
 ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
-"""Makes what reads the weights of a checkpoint."""
+"""Makes the reader of a checkpoint's weights."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ class Runtime:
     """Runs the kernels of a CPU."""
     times: BuildTimes
     weight_bytes: int
-    """What the weights take on a card, measured; 0 if nobody measured it, as on a CPU."""
+    """Card memory that the weights take, measured; 0 if it was not measured, as on a CPU."""
+    tiers: tuple[LowerTier, ...]
+    """Keeps pages that the prefix cache evicts: one, or none if they are lost."""
 
     @property
     def bindings(self) -> tuple[GroupBinding, ...]:
@@ -119,10 +125,23 @@ class Runtime:
 
     @property
     def memory_taken(self) -> MemoryTaken:
-        """What the parts take of a card."""
-        cache_bytes = sum(pool.num_bytes for pool in self.store.pools)
+        """Returns the card memory that the parts take."""
         graph_bytes = sum(each.graphs.num_bytes for each in self.networks)
-        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, graph_bytes)
+        host_bytes = sum(tier.usage().num_bytes for tier in self.tiers)
+        cache_bytes = self.store.num_bytes + sum(each.num_bytes for each in self.coordinators)
+        return MemoryTaken(
+            self.weight_bytes,
+            cache_bytes,
+            self.workspace.num_bytes,
+            graph_bytes,
+            host_bytes,
+            self.store.host_bytes,
+        )
+
+    @property
+    def coordinators(self) -> tuple[EntryCoordinator, ...]:
+        """The coordinators, which tell backends where entries are: one for each group of each network."""
+        return tuple(each for network in self.networks for each in network.coordinators)
 
 
 @dataclass(frozen=True)
@@ -144,9 +163,9 @@ class Blueprint:
         return select_backends(self.config, self.groups, candidates, self.usage, self.prove_words)
 
     def select_for_drafts(self, candidates: Sequence[Candidate]) -> tuple[tuple[GroupSelection, ...], ...]:
-        """Does the same for the groups of each network that drafts, which may have a setting of its own."""
+        """Chooses the backends of each network that drafts. There may be a setting for them alone."""
         own = None if self.config.speculation is None else self.config.speculation.attention_backend
-        # It does not see the trees of guesses.
+        # Networks that draft never see trees of guesses.
         config = replace(self.config, speculation=None)
         if own is not None:
             config = replace(
@@ -165,9 +184,9 @@ def build_runtime(
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
-    `on_step` is told how many tensors are read, first that none is, when nothing is left but to read them; then, on a
-    GPU, what is compiled and captured. No step that is served later compiles anything. `taps` are the states that a
-    drafter takes, `draft` are its networks, if it has some.
+    `on_step` is told how many tensors are read, beginning with 0 once everything before is done; then, on a GPU, what
+    is compiled and captured. No step that is served later compiles anything. `taps` are the states that a drafter
+    takes, `draft` are its networks, if it has any.
     """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
@@ -195,7 +214,7 @@ def build_embedding_runtime(
 
 
 def usage_of(definition: EmbedderDefinition) -> AttentionUsage:
-    """How an embedding model calls attention."""
+    """Returns how an embedding model calls attention."""
     return AttentionUsage.EMBED_WHOLE if definition.mask.kind is MaskKind.FULL else AttentionUsage.EMBED
 
 
@@ -216,6 +235,11 @@ def draw_up(
         networks = draft.definition.networks
         draft_groups = tuple(each.groups(draft_name(number), groups) for number, each in enumerate(networks))
         its_groups = tuple(itertools.chain(*draft_groups))
+        if any(group.is_recurrent for group in its_groups):
+            raise ConfigError(
+                "expected a drafter without recurrent layers, got one with some: their states cannot go back behind "
+                "a refused guess; use another drafter, or ngram"
+            )
         its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
         facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint is checkpoint)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
@@ -231,7 +255,7 @@ def draw_up(
 
 
 def draft_name(number: int) -> str:
-    """What the names of a drafting network's parts begin with."""
+    """Returns the beginning of the names of a drafting network's parts."""
     return f"draft{number}."
 
 
@@ -269,7 +293,18 @@ def _build(
         for number, each in enumerate(zip(draft.models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
-        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
+        runtime = assemble_runtime(
+            resolved,
+            definition,
+            model,
+            groups,
+            selections,
+            store,
+            launcher,
+            draft,
+            drafting,
+            identity=f"{checkpoint.identity} {resolved.dtype} {resolved.quantization.value}",
+        )
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
@@ -289,8 +324,8 @@ def _reader(
 ) -> WeightReader:
     """Reads the weights of a checkpoint in the form that the chosen kernels take.
 
-    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft. If the checkpoint is that
-    of a network that `drafts`, none of its weights has to be quantised to keep those of the model so.
+    Tensors whose names begin with one of `loaded_elsewhere` belong to networks that draft. The checkpoint of a network
+    that `drafts` may have no quantised weights, even if those of the model are to stay quantised.
     """
     keeps = not drafts or any(info.is_quantised for info in checkpoint.tensors.values())
 
@@ -368,23 +403,16 @@ def select_backends(
     offers = make_offers(config, candidates)
     return tuple(
         {
-            work: select_backend(offer, requirement(config, group, work, usage), group.name, doubt, work)
+            work: select_backend(
+                offer_for(offer, group, groups, candidates),
+                requirement(config, group, work, usage),
+                group.name,
+                doubt,
+                work,
+            )
             for work, offer in offers.items()
         }
         for group in groups
-    )
-
-
-def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Requirement:
-    """The features that a backend must support to serve this kind of rows of the group."""
-    return Requirement(
-        group.spec,
-        config.device,
-        config.dtype,
-        config.cache_dtype,
-        config.page_size,
-        usage.needs(config, work) | group.needs,
-        demands_of(config, group, work, usage),
     )
 
 
@@ -399,12 +427,22 @@ def make_store(
 
     `drafting` are the groups of each network that drafts; their scales are 1.
     """
+    is_hot = config.hot_buffer_size > 0
     return CacheStore(
-        [group.cache_spec(config.cache_dtype, scales) for group in groups],
-        CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
+        [group.cache_spec(config.cache_dtype, scales, with_hot_entries=is_hot) for group in groups],
+        CacheLimits(
+            config.num_pages,
+            config.page_size,
+            config.max_rows,
+            config.max_model_len,
+            config.states_per_row,
+            config.max_checkpoints,
+        ),
         config.device.torch_device,
         drafting=[
-            [group.cache_spec(config.cache_dtype) for group in network] for network in drafting if owns_entries(network)
+            [group.cache_spec(config.cache_dtype, with_hot_entries=is_hot) for group in network]
+            for network in drafting
+            if owns_entries(network)
         ],
         poison=config.paranoid,
         make_allocator=make_allocator,
@@ -421,10 +459,13 @@ def assemble_runtime(
     launcher: CpuLauncher,
     loaded: LoadedDraft = NO_DRAFT,
     drafting: Sequence[NetworkParts] = (),
+    make_blocks: Callable[[CacheStore, int], BlockStore] = HostBlocks,
+    identity: str = "",
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
 
-    `drafting` are the parts of each of them.
+    `drafting` are the parts of each of them. `make_blocks` makes the store of evicted pages, given its size in
+    bytes, if the config asks for one; `identity` names the weights in it.
     """
     device = config.device.torch_device
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
@@ -441,6 +482,7 @@ def assemble_runtime(
         for each in parts
     ]
     workspace.seal()
+    blocks = make_blocks(store, config.host_cache_bytes) if config.host_cache_bytes else None
     return Runtime(
         config=config,
         definition=definition,
@@ -452,4 +494,5 @@ def assemble_runtime(
         launcher=launcher,
         times=BuildTimes(),
         weight_bytes=0,
+        tiers=() if blocks is None else (LowerTier(store, blocks, identity),),
     )

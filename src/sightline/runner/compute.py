@@ -12,6 +12,7 @@ from sightline.core.config import LayerKernels, Quantization
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
+from sightline.kernels.chosen_slots import FindSlots, chosen_slots
 from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
 from sightline.layers.linear import Linear
 from sightline.layers.operations import Operations
@@ -55,8 +56,17 @@ def make_operations(
     return TritonOperations(overlaps=overlaps_on(device))
 
 
+def slots_finder(kernels: LayerKernels) -> FindSlots:
+    """Returns the function that finds the slots of chosen entries."""
+    if kernels is not LayerKernels.TRITON:
+        return chosen_slots
+    from sightline.kernels.triton.slots import find_slots
+
+    return find_slots
+
+
 def linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
-    """What makes projections with dense weights for the chosen kernels."""
+    """Returns the function that makes projections with dense weights for the chosen kernels."""
     if config.layer_kernels is LayerKernels.TORCH:
         return Linear
     if config.layer_kernels is LayerKernels.NUMBA:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 from sightline.attention.bindings import MASK_FEATURES
-from sightline.attention.capability import FEW_ROWS, Work
+from sightline.attention.capability import FEW_ROWS, Requirement, Work
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
 from sightline.attention.dimensions import (
     Company,
     Dimension,
+    KeptStates,
     LaneUse,
     Padding,
     Reuse,
@@ -23,13 +26,14 @@ from sightline.attention.dimensions import (
     Value,
     features_name,
 )
+from sightline.attention.groups import LayerGroup
 from sightline.attention.proof import dtype_name
-from sightline.attention.spec import Feature, LayerGroup
+from sightline.attention.spec import Feature
 from sightline.core.batch import MaskKind
 from sightline.core.resolution import ResolvedConfig
 
 PAGE_ORDERS = ("in order", "shuffled", "descending")
-"""The orders of a row's pages in a pool that the conformance kit tests. An engine may have any order."""
+"""The orders of a row's pages, and of state slots, that the conformance kit tests. An engine may have any order."""
 
 
 class AttentionUsage(Enum):
@@ -53,6 +57,20 @@ class AttentionUsage(Enum):
     def needs(self, config: ResolvedConfig, work: Work) -> frozenset[Feature]:
         """Features that steps need in addition to those of the spec."""
         return frozenset(MASK_FEATURES[mask] for mask in self.masks(config, work) if mask in MASK_FEATURES)
+
+
+def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Requirement:
+    """The features that a backend must support to serve this kind of rows of the group."""
+    return Requirement(
+        group.spec,
+        config.device,
+        config.dtype,
+        torch.float32 if group.is_recurrent else config.cache_dtype,
+        config.page_size,
+        usage.needs(config, work) | group.needs,
+        demands_of(config, group, work, usage),
+        hot_entries=config.hot_buffer_size > 0 and group.reads_choice,
+    )
 
 
 def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> tuple[Demand, ...]:
@@ -90,6 +108,15 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
     rows = _rows(config, work)
     longest = min(config.max_step_tokens, config.max_model_len) if work is Work.PREFILL else 1
     most = min(config.max_step_tokens, rows.high * longest)
+    scales = {
+        Dimension.ROWS: rows,
+        Dimension.NEW_TOKENS: Span(1, longest),
+        Dimension.CONTEXT: Span(0, config.max_model_len - 1),
+        Dimension.STEP_TOKENS: Span(rows.low, most),
+    }
+    reuse = {Dimension.REUSE: frozenset(each.value for each in Reuse)}
+    if group.is_recurrent:
+        return _demand(config, group, usage, work, CachePolicy.PAGED, scales, {**reuse, **_of_states(config, longest)})
     # Continuations of one prompt share its pages even without prefix caching. A row shares whole pages of its context,
     # and computes at least its last token itself.
     may_share = config.prefix_caching or usage is AttentionUsage.GENERATE
@@ -100,21 +127,28 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
         usage,
         work,
         CachePolicy.PAGED if group.loan is None else CachePolicy.BORROWED,
+        {**scales, Dimension.POOL_SLOTS: _exactly(config.num_pages * config.page_size)},
         {
-            Dimension.ROWS: rows,
-            Dimension.NEW_TOKENS: Span(1, longest),
-            Dimension.CONTEXT: Span(0, config.max_model_len - 1),
-            Dimension.STEP_TOKENS: Span(rows.low, most),
-            Dimension.POOL_SLOTS: _exactly(config.num_pages * config.page_size),
-        },
-        {
+            **reuse,
             Dimension.PAGE_SIZE: frozenset({config.page_size}),
             Dimension.CACHE_DTYPE: frozenset({dtype_name(config.cache_dtype)}),
             Dimension.PAGE_ORDER: frozenset(PAGE_ORDERS),
             Dimension.SHARING: frozenset(each.value for each in Sharing if shares or each is Sharing.NONE),
-            Dimension.REUSE: frozenset(each.value for each in Reuse),
         },
     )
+
+
+def _of_states(config: ResolvedConfig, longest: int) -> dict[Dimension, frozenset[Value]]:
+    """Returns which states steps keep, and in which order of slots. Rows of one token keep only the state behind it."""
+    may_keep = {
+        KeptStates.LAST: True,
+        KeptStates.CHECKPOINTS: longest > 1 and config.max_checkpoints > 0,
+        KeptStates.GUESSES: longest > 1 and config.max_drafted > 0,
+    }
+    return {
+        Dimension.KEPT: frozenset(each.value for each, may in may_keep.items() if may),
+        Dimension.SLOT_ORDER: frozenset(PAGE_ORDERS),
+    }
 
 
 def _transient(config: ResolvedConfig, group: LayerGroup, usage: AttentionUsage) -> Demand:
@@ -159,6 +193,7 @@ def _demand(
         Dimension.KIND: frozenset({spec.kind.value}),
         Dimension.GROUP_SIZE: frozenset({spec.group_size}),
         Dimension.HEAD_DIM: frozenset({spec.head_dim}),
+        **{dimension: frozenset({value}) for dimension, value in spec.proof_values.items()},
         Dimension.DTYPE: frozenset({dtype_name(config.dtype)}),
         Dimension.FEATURES: frozenset({features_name(feature.value for feature in spec.features)}),
         Dimension.MASK: frozenset(mask.value for mask in usage.masks(config, work)),

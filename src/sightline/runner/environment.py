@@ -9,13 +9,14 @@ from importlib import metadata
 import torch
 
 from sightline.attention.backends import registry
-from sightline.core.device import available_bytes, detect_device
+from sightline.core.device import available_bytes, detect_device, has_cuda
 from sightline.runner.missing import missing_packages
 from sightline.runner.quantised import has_cpu_kernels
 from sightline.version import __version__
 
-_NAMES = "torch numpy safetensors gguf tokenizers jinja2 triton flashinfer-python flash-attn-4 transformers"
-PACKAGES = tuple(_NAMES.split())
+_NAMES = "torch numpy safetensors gguf tokenizers jinja2 numba triton transformers"
+_KERNEL_LIBRARIES = "flashinfer-python flash-attn-4 fla-core tokenspeed-mla"
+PACKAGES = (*_NAMES.split(), *_KERNEL_LIBRARIES.split())
 
 
 def collect_environment() -> dict[str, str]:
@@ -30,7 +31,7 @@ def collect_environment() -> dict[str, str]:
         "memory available": f"{available_bytes(detect_device('cpu')) / 2**30:.1f} GiB",
         "cuda": _cuda(),
     }
-    device = detect_device("cuda" if torch.cuda.is_available() else "cpu")
+    device = detect_device("cuda" if has_cuda() else "cpu")
     missing = {f"missing {each.package}": each.text for each in missing_packages(registry.BUILT_IN, device)}
     return facts | {name: _version(name) for name in PACKAGES} | missing
 
@@ -47,7 +48,7 @@ def _cpu_products() -> str:
 
 
 def _cuda() -> str:
-    if not torch.cuda.is_available():
+    if not has_cuda():
         return "not available"
     device = detect_device("cuda")
     return f"{device.name}, compute capability {device.compute_capability}, CUDA {torch.version.cuda}"

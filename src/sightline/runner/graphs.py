@@ -19,7 +19,7 @@ from torch import Tensor
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import Planner
-from sightline.cache.pools import CacheStore, NetworkCache
+from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import ConfigError
@@ -48,12 +48,12 @@ class Graphs:
         self._decoded = tuple(size for size in sizes if size <= store.limits.max_rows)
         """Numbers of rows that may decode."""
         self._store = store
-        self._pools = cache.pools
+        self._sources = cache.sources
         self._planner = planner
         self._bindings = tuple(bindings)
         # Decode first, then by size: the first that fits is the best.
         shapes = [*_decode_shapes(self._decoded, bindings), *_mixed_shapes(sizes, bindings)]
-        self.buckets = _make_buckets(shapes, len(cache.pools), store.device) if shapes else ()
+        self.buckets = _make_buckets(shapes, cache.num_slot_columns, store.device) if shapes else ()
         for bucket in self.buckets:
             planner.reserve(bucket)
         self.num_bytes = 0
@@ -67,8 +67,8 @@ class Graphs:
         """
         bucket = self._bucket_for(work) if self.buckets else None
         if bucket is None:
-            return Batch(work, self._pools, self._store.device, chosen, awaited)
-        return Batch.inside(work, self._pools, bucket, chosen, awaited)
+            return Batch(work, self._sources, self._store.device, chosen, awaited)
+        return Batch.inside(work, self._sources, bucket, chosen, awaited)
 
     def _bucket_for(self, work: StepWork) -> StaticMemory | None:
         lens = work.query_lens
@@ -115,7 +115,7 @@ class Graphs:
                 rows.append(store.open_row())
                 store.grow_row(rows[-1], count)
                 work.append(RowWork(rows[-1], [0] * count, context_len=0, num_logits=count))
-            planned = self._planner.plan(Batch.inside(StepWork.of(work), self._pools, bucket))
+            planned = self._planner.plan(Batch.inside(StepWork.of(work), self._sources, bucket))
             runner.capture(planned, recorder)
         except RuntimeError as error:
             raise ConfigError(
@@ -152,14 +152,14 @@ def _shared_out(num_tokens: int, num_rows: int) -> list[int]:
     return [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
 
 
-def _make_buckets(shapes: Sequence[StepShape], num_pools: int, device: torch.device) -> tuple[StaticMemory, ...]:
+def _make_buckets(shapes: Sequence[StepShape], num_slot_columns: int, device: torch.device) -> tuple[StaticMemory, ...]:
     """A bucket for each shape. All are filled from one ring."""
-    ring = StagingRing.of(max([StaticMemory.num_numbers(shape, num_pools) for shape in shapes]), device)
-    return tuple(StaticMemory(shape, num_pools, device, ring) for shape in shapes)
+    ring = StagingRing.of(max([StaticMemory.num_numbers(shape, num_slot_columns) for shape in shapes]), device)
+    return tuple(StaticMemory(shape, num_slot_columns, device, ring) for shape in shapes)
 
 
 def _decode_shapes(sizes: Sequence[int], bindings: Sequence[GroupBinding]) -> list[StepShape]:
-    """Steps of one new token a row, where the backends that decode so many rows can be captured."""
+    """Returns the sizes of decode steps that can be captured with the backends that serve them."""
 
     def is_captured(size: int) -> bool:
         return all(each.serving[decode_work(size)].capability.graph is not GraphLevel.NONE for each in bindings)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
-from sightline.attention.contract import BackendContext, StepLimits
+from sightline.attention.contract import BackendContext, EntryCoordinator, StepLimits
+from sightline.attention.groups import LayerGroup
 from sightline.attention.planner import Planner
-from sightline.attention.spec import Feature, LayerGroup
+from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.cache.pools import CacheStore, NetworkCache
+from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.lengths import moved
@@ -29,6 +30,7 @@ from sightline.layers.scratch import Activations
 from sightline.models.contract import Model
 from sightline.models.drafting import LoadedDraft
 from sightline.runner.backend_choice import GroupSelection
+from sightline.runner.coordinators import make_coordinator
 from sightline.runner.graphs import Graphs
 from sightline.runner.progress import OnBuildStep
 from sightline.runner.recording import Recorder
@@ -56,6 +58,8 @@ class NetworkRuntime:
 
     cache: NetworkCache
     bindings: tuple[GroupBinding, ...]
+    coordinators: tuple[EntryCoordinator, ...]
+    """For each group: what tells its backends where entries are."""
     selections: tuple[GroupSelection, ...]
     planner: Planner
     runner: Runner
@@ -141,16 +145,22 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     sizes = config.graph_sizes if owns_entries(parts.groups) else ()
     max_rollout = parts.max_rollout if _can_roll_out(sizes, parts.selections) else 0
     limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout)
+    caches = [shared.store.cache(group.owner) for group in parts.groups]
+    coordinators = tuple(
+        make_coordinator(config, group, its, limits) for group, its in zip(parts.groups, caches, strict=True)
+    )
     bindings = tuple(
         GroupBinding(
             group,
-            group_cache := shared.store.cache(group.owner),
+            its,
             _serving(
                 selection,
-                BackendContext(group.name, group.spec, group_cache, workspace, limits, config.dtype, device, launcher),
+                BackendContext(
+                    group.name, group.spec, its, workspace, limits, config.dtype, device, launcher, coordinator
+                ),
             ),
         )
-        for group, selection in zip(parts.groups, parts.selections, strict=True)
+        for group, its, selection, coordinator in zip(parts.groups, caches, parts.selections, coordinators, strict=True)
     )
     planner = Planner(bindings, limits, cache.lengths, workspace, name=f"{parts.name}planner", paranoid=config.paranoid)
     # Feature-major products are faster on a CPU only.
@@ -164,7 +174,7 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     runner = Runner(model, planner, activations)
     graphs = Graphs(sizes, shared.store, cache, planner, bindings)
     return NetworkRuntime(
-        cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout
+        cache, bindings, coordinators, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout
     )
 
 

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
-from sightline.attention.spec import LayerGroup
+from sightline.attention.groups import LayerGroup
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind
+from sightline.core.hot_memory import ChosenFacts
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig
 from sightline.kernels.block_product import CpuFeatures
@@ -119,6 +120,12 @@ def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
     return KeptCodes(CpuCompute.on(launcher, processor))
 
 
+def chosen_facts(group: LayerGroup) -> ChosenFacts:
+    """What layers that attend to chosen entries keep of a token."""
+    elements = sum(pool.elements_per_token for pool in group.cache_spec(torch.float32).pools)
+    return ChosenFacts(group.spec.top_k or 0, 1, len(group.layers), elements, elements // len(group.layers))
+
+
 def model_facts(
     quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
@@ -126,7 +133,7 @@ def model_facts(
     rule = keep_rule() if quantization is Quantization.KEEP else None
     elements, quantised_bits = 0, 0
     for name, info in checkpoint.tensors.items():
-        if name in definition.copies:
+        if name in definition.copies or name.startswith(definition.beside_prefixes):
             continue
         if rule is None or rule.projection_refusal([info]) is not None:
             elements += math.prod(info.shape)
@@ -148,4 +155,11 @@ def model_facts(
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),
+        scale_bytes_per_token=sum(
+            pool.bytes_per_token - pool.elements_per_token
+            for group in groups
+            for pool in group.cache_spec(torch.float8_e4m3fn).pools
+        ),
+        state_bytes=sum(group.cache_spec(torch.float32).states.num_bytes for group in groups),
+        chosen=sum([chosen_facts(group) for group in groups if group.reads_choice], ChosenFacts()),
     )

@@ -21,11 +21,11 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
     `notes` are those of the ledger. Degradations are logged separately.
     """
     config = runtime.config
-    cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
     dtype = str(config.dtype).removeprefix("torch.")
     weights = f"{dtype}, weights as quantised" if config.quantization is Quantization.KEEP else dtype
     narrow = "" if config.cache_dtype == config.dtype else f" in {str(config.cache_dtype).removeprefix('torch.')}"
-    cache = f"cache of {_mebibytes(cache_bytes)}{narrow}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
+    size, tokens = _mebibytes(runtime.store.num_bytes), f"{config.cache_tokens:,} tokens in pages of {config.page_size}"
+    cache = f"cache of {size}{narrow}: {tokens}"
     lines = [
         f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
         f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
@@ -34,9 +34,24 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         group = binding.group
         num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
         cached = f", {num_bytes // len(group.layers):,} cached bytes a token and layer"
+        if group.is_recurrent:
+            cached = f", {binding.cache.states.spec.num_bytes:,} bytes of state a sequence"
         lines.append(
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"
+        )
+    if config.states_per_row:
+        rows, kept = config.max_rows * config.states_per_row, config.max_checkpoints
+        lines.append(f"recurrent states: {rows:,} for {config.max_rows:,} rows, {kept:,} checkpoints")
+    lines += [
+        f"host cache: {usage.max_blocks:,} pages in {_mebibytes(usage.num_bytes)} of host memory"
+        for usage in [tier.usage() for tier in runtime.tiers]
+    ]
+    if config.hot_buffer_size:
+        hot = sum(each.num_bytes for each in runtime.coordinators)
+        lines.append(
+            f"hisparse: entries in {_mebibytes(runtime.store.host_bytes)} of host memory, "
+            f"{config.hot_buffer_size:,} hot ones of each row and layer in {_mebibytes(hot)}"
         )
     if runtime.graphs.buckets:
         count, sizes = len(runtime.graphs.buckets), ", ".join(map(str, config.graph_sizes))

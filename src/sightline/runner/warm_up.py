@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sightline.cache.pools import CacheStore
+from sightline.cache.store import CacheStore
 from sightline.core.batch import PADDING_ROW, Batch, MaskKind, RowMask, RowWork, StepWork
 from sightline.core.errors import ConfigError
 from sightline.core.resolution import ResolvedConfig
@@ -125,7 +125,7 @@ def _several_rows(config: ResolvedConfig) -> list[int]:
 
 
 def _spread(num_tokens: int, longest: int) -> tuple[int, ...]:
-    """Rows of at most `longest` tokens each, of which there are so many in all."""
+    """Divides `num_tokens` among rows of at most `longest` tokens each."""
     full, rest = divmod(num_tokens, longest)
     return (longest,) * full + ((rest,) if rest else ())
 
@@ -150,7 +150,7 @@ class WarmUp:
         """`mask` is every row's."""
         self._config = config
         self._store = store
-        self._pools = network.cache.pools
+        self._sources = network.cache.sources
         self._planner = network.planner
         self._runner = network.runner
         self._mask = mask
@@ -186,7 +186,7 @@ class WarmUp:
                 RowWork(row, [0] * tokens, kind.context_len, tokens if kind.scores else 1, self._mask_of(kind, tokens))
                 for row, tokens in zip(rows or [PADDING_ROW] * len(kind.queries), kind.queries, strict=True)
             ]
-            batch = Batch(StepWork.of(work), () if kind.is_whole else self._pools, store.device)
+            batch = Batch(StepWork.of(work), () if kind.is_whole else self._sources, store.device)
             planned = self._planner.plan(batch)
             states = self._runner.no_states(sum(kind.queries), store.device)
             # Read on the host, so that a kernel that fails is known here.

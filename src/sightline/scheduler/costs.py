@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 LEAST_TOKENS = 16
-"""Prompt tokens that a step takes in however long it takes, so that prompts make progress: a page on a CPU."""
+"""Prompt tokens that a step takes in regardless of time, so that prompts make progress: a page on a CPU."""
 
 
 class StepCosts(NamedTuple):
@@ -29,7 +29,7 @@ class StepCosts(NamedTuple):
 
 
 class StepLimit(NamedTuple):
-    """What a step may still cost."""
+    """The work that may still be added to a step."""
 
     work: float
     costs: StepCosts
@@ -37,12 +37,12 @@ class StepLimit(NamedTuple):
     """Prompt tokens that may be added whatever they cost."""
 
     def beside(self, num_rows: int, total_context: int) -> StepLimit:
-        """What is left beside rows of one token each, which have `total_context` tokens of context together."""
+        """Returns the limit that rows of one token each leave; they have `total_context` tokens of context together."""
         decoding = num_rows * (1.0 + self.costs.logit) + self.costs.context * total_context
         return self._replace(work=self.work - decoding)
 
     def take(self, count: int, context_len: int, *, scored: bool) -> tuple[int, StepLimit]:
-        """How many of `count` prompt tokens of a row fit, at least one, and what is left after them."""
+        """Returns how many of a row's `count` prompt tokens fit, at least one, and the limit that they leave."""
         fitting = min(count, max(1, self.least, self.costs.num_tokens(self.work, context_len, scored=scored)))
         spent = self.costs.work(fitting, context_len, fitting if scored else 1)
         return fitting, self._replace(work=self.work - spent, least=max(0, self.least - fitting))

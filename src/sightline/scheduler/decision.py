@@ -70,7 +70,7 @@ class Finding(NamedTuple):
     num_tokens: int
     """Tokens that need not be computed."""
     num_pages: int
-    """Whole pages of these tokens, which are shared; the rest is copied."""
+    """Whole pages of these tokens, which are shared; the rest is copied, or comes from a tier below."""
     fork_of: int | None
     """A running sequence that has computed more of the same prompt."""
     path: tuple[int, ...]
@@ -103,6 +103,8 @@ class SchedulerState:
     """Pages of the running sequences that may give way, as far as they are known."""
     limit: StepLimit | None = None
     """What a step may cost while rows generate; None is no limit."""
+    num_coming: int = 0
+    """Pages that come free without anybody giving way: a tier below is about to have what they hold."""
 
 
 class Inquiry(NamedTuple):

@@ -52,7 +52,7 @@ class Pace:
         self.total_seconds = 0.0
         """Time of all steps."""
         self.num_over = 0
-        """Steps with a row that generates that took longer than `max_seconds`."""
+        """Steps that took longer than `max_seconds` while a row generated."""
         self._decodes: deque[_TimedStep] = deque(maxlen=_WINDOW)
         self._prompts: deque[_TimedStep] = deque(maxlen=_WINDOW)
         self._reach = 0.0

@@ -109,7 +109,7 @@ def give_pages(state: SchedulerState) -> PartialDecision:
         limit=state.limit if state.limit is not None and _generates(state.running) else None,
     )
     lacking = {each.arrival: each.num_lacking for each in state.running if each.num_lacking > 0 and each.num_pending}
-    num_coming = 0
+    num_coming = state.num_coming
     while lacking and not _has_pages(draft, sum(lacking.values()) - num_coming):
         victim = draft.going[-1]
         holding = state.holdings.get(victim.arrival)

@@ -84,6 +84,10 @@ class WaitingQueue:
         del self._sequences[arrival]
         return True
 
+    def has_followers(self, leader: SequenceState) -> bool:
+        """True if other continuations of a sequence's prompt wait."""
+        return leader in self._leaders
+
     def busy_leaders(self) -> Mapping[int, int]:
         """Leaders that compute their prompt, and how many waiting sequences follow each."""
         return {

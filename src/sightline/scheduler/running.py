@@ -57,7 +57,9 @@ class RunningRows:
                 each.rank[0],
                 each.arrival,
                 each.caller,
-                pending := each.num_expected - each.num_scheduled if not each.num_steps or each.is_ready else 0,
+                pending := each.num_expected - each.num_scheduled
+                if (not each.num_steps and each.returning is None) or each.is_ready
+                else 0,
                 each.num_pages,
                 -(-each.num_expected // page_size) - each.num_pages,
                 each.num_steps,

@@ -21,9 +21,10 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
+from sightline.cache.store import CacheStore
 from sightline.core.errors import OutOfPages, RequestError
 from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
@@ -80,14 +81,21 @@ class Scheduler:
         self.num_queried_tokens = 0
         """Prompt tokens looked up in the prefix cache."""
         self.num_hit_tokens = 0
-        """Prompt tokens found in the prefix cache."""
+        """Prompt tokens found in the prefix cache, in the pools themselves."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
         self._accepted_at = Counter[int]()
         """Right guesses by their position behind the last known token, from 0."""
 
+    def prefix_metrics(self) -> Mapping[str, Any]:
+        """What `EngineMetrics` has about the prefix cache and the tier below it, by field."""
+        below = self._supply.num_returned_tokens
+        counts = {"prefix_cache_queries": self.num_queried_tokens, "prefix_cache_hits": self.num_hit_tokens + below}
+        return {**self._supply.tier_metrics(), **counts, "prefix_cache_host_hits": below}
+
     def reset_counts(self) -> None:
         """Begins all counts again."""
+        self._supply.reset_counts()
         self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         self._accepted_at.clear()
@@ -137,6 +145,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
+        self._supply.poll()
         if len(self._whole) and (self._whole_is_next or not (len(self._waiting) or self._running.by_rank)):
             self._whole_is_next = False
             return self._whole.next_step(self._shares, self._limit())
@@ -306,6 +315,7 @@ class Scheduler:
         """Drops every sequence without touching the cache, which is lost."""
         for sequence in (*self.running, *self._leaving, *self._waiting, *self._whole, *self._parked):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
+            sequence.returning = None
         self._running.clear()
         self._leaving.clear()
         self._waiting = WaitingQueue()
@@ -313,7 +323,7 @@ class Scheduler:
         self._parked.clear()
 
     def _state(self) -> SchedulerState:
-        """Everything that costs little. The queue is listed if there are free rows for it."""
+        """Returns the facts that cost little to find. Lists the queue only if rows are free."""
         store, running = self._store, self._running
         return SchedulerState(
             running=running.views(self._page_size),
@@ -329,13 +339,14 @@ class Scheduler:
             findings={},
             holdings={},
             limit=self._limit(),
+            num_coming=self._supply.num_coming,
         )
 
     def _limit(self) -> StepLimit | None:
         return None if self._pace is None else self._pace.limit()
 
     def _lines(self) -> WaitingLines:
-        """As much of the queue as a decision can consider: it admits no more than there are rows."""
+        """Returns as much of the queue as one decision can admit: no more sequences than rows."""
         busy = self._waiting.busy_leaders()
         depth = self._store.num_free_rows + len(self.running) + sum(busy.values())
         shares = {caller: self._shares.of(caller) for caller in self._waiting.urgencies}
@@ -379,11 +390,16 @@ class Scheduler:
         for waiting, reuse in admitted:
             num_left -= self._store.pages_for(len(waiting.tokens)) - reuse.num_pages
             self._admit(waiting, reuse, num_left)
+        for waiting, reuse in admitted:
+            if waiting.table_row is not None:
+                self._supply.fetch(waiting, reuse)
+                self._count_found(waiting, reuse)
+                self._supply.poll()
         rows = []
         for arrival, count in decision.rows.items():
             sequence = running.get(arrival)
-            # A sequence for which there were no pages after all does not run.
-            if sequence is None or sequence.table_row is None or arrival in held:
+            # A sequence for which there were no pages after all does not run, nor one that waits for its blocks.
+            if sequence is None or sequence.table_row is None or sequence.returning is not None or arrival in held:
                 continue
             start = sequence.num_scheduled
             completes = start + count == sequence.num_expected
@@ -392,6 +408,8 @@ class Scheduler:
             rows.append(ScheduledRow(sequence, sequence.table_row, start, count, completes, scores))
         if self._drafts is not None:
             self._add_drafts(rows, self._drafts)
+        for row in rows:
+            self._supply.keep_states(row, has_followers=self._waiting.has_followers(row.sequence))
         return Schedule(tuple(rows))
 
     def _add_drafts(self, rows: list[ScheduledRow], drafts: Drafts) -> None:
@@ -420,8 +438,8 @@ class Scheduler:
         try:
             self._supply.grow(sequence, sequence.num_expected)
         except OutOfPages:
-            # In flight, it keeps its pages.
-            if not sequence.num_steps:
+            # In flight, it keeps its pages. It also does if others come free soon.
+            if not sequence.num_steps and not self._supply.num_coming:
                 self._retract(sequence)
             return False
         return True
@@ -439,12 +457,17 @@ class Scheduler:
             return
         self._waiting.remove(sequence)
         self._running.add(sequence)
-        sequence.num_charged = sequence.num_charged or reuse.num_tokens
+        if sequence.leader is not None and not self._waiting.has_followers(sequence.leader):
+            self._supply.end_fork(sequence.leader)
+
+    def _count_found(self, sequence: SequenceState, reuse: PrefixReuse) -> None:
+        """Counts what an admitted sequence shares, once."""
+        sequence.num_charged = sequence.num_charged or reuse.num_here
         if not sequence.was_admitted:
-            sequence.was_admitted, sequence.num_cached = True, reuse.num_tokens
+            sequence.was_admitted, sequence.num_cached = True, reuse.num_here
             if sequence.leader is None and reuse.match is not None:
                 self.num_queried_tokens += len(sequence.tokens)
-                self.num_hit_tokens += reuse.num_tokens
+                self.num_hit_tokens += reuse.num_here
 
     def _retract(self, sequence: SequenceState) -> None:
         """Returns a sequence to its place in the queue, without pages."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from sightline.cache.prefix import PrefixNode
+from sightline.cache.tier import Returning
 from sightline.core.request import EffectiveParams, Request
 
 
@@ -47,6 +48,14 @@ class SequenceState:
     """Locked end of its pages in the prefix cache, while it runs."""
     num_prefix_pages: int = 0
     """Number of pages up to `prefix`."""
+    returning: Returning | None = None
+    """Blocks of a lower tier that are on their way into its row. It does not run before they are there, or failed."""
+    pinned: set[int] = field(default_factory=set)
+    """Numbers of tokens behind which its row keeps a recurrent state for others."""
+    branch: int = 0
+    """Tokens in cached pages when it was admitted, if more than those behind which a recurrent state was kept."""
+    answered: PrefixNode | None = None
+    """The page of its answer behind which a recurrent state is kept."""
     was_admitted: bool = False
     """True once it has run, even if it waits again."""
     num_cached: int = 0
@@ -99,9 +108,11 @@ class SequenceState:
     def is_ready(self) -> bool:
         """True if its pending tokens can be computed before the result in flight is read.
 
-        False if it is paused, if everything that it may compute is in flight, or if sampling depends on more tokens
-        that the host has not read than it may.
+        False if it is paused, if blocks are on their way into its row, if everything that it may compute is in flight,
+        or if sampling depends on more tokens that the host has not read than it may.
         """
+        if self.returning is not None:
+            return False
         if not self.num_steps:
             return True
         if self.is_paused or self.num_scheduled >= self.max_len:

@@ -1,7 +1,7 @@
 """The order in which waiting sequences of one priority are considered.
 
-By how few rows the caller holds, then by how little it has used, then by arrival. A row that went to a caller with more
-rows than another that waits would be taken back. Knows values only.
+A sequence comes first if its caller holds the fewest rows, then if its caller has used the least, then if it arrived
+first. Otherwise a row would go to a caller with many rows, and be taken back for one with few. Knows values only.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from itertools import islice
 from sightline.scheduler.decision import RunningSequence
 
 LEAST_LEAD = 2
-"""How many rows more than the newcomer's caller another must hold to give one up: with one, they would take turns."""
+"""A caller gives up a row only if it holds at least this many more than the newcomer's. With 1, each would take the
+other's row in turn."""
 
 
 def victims(
@@ -38,7 +39,7 @@ def victims(
         yield running[num_left]
     if num_held is not None:
         shared = _of_the_largest(running, num_left, held, priority, num_held + LEAST_LEAD, spared)
-        # Several rows for one: only so that every caller has a row.
+        # Several rows may give way to one newcomer only if its caller has none.
         yield from islice(shared, 1) if num_held else shared
 
 

@@ -63,7 +63,7 @@ class WholeQueue:
         return Schedule(tuple(sorted(rows, key=lambda row: row.num_tokens, reverse=True)))
 
     def _in_turn(self, shares: Shares) -> list[SequenceState]:
-        """As many as a step has rows, by priority."""
+        """Returns the next sequences in turn, by priority, as many as a step has rows."""
         levels = self._waiting.lines(self._max_rows)
         usage: Mapping[str, int] = {caller: shares.of(caller) for caller in self._waiting.urgencies}
         views = []

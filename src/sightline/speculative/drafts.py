@@ -94,7 +94,7 @@ class AdaptiveDrafts:
         return drafts
 
     def _ask(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """What the drafter guesses. Tokens that it appended to a sequence's own are removed, and it fails."""
+        """Asks the drafter. If it appended to a sequence's own tokens, these are removed, and it counts as failed."""
         lengths = [len(each.sequence.tokens) for each in rooms]
         try:
             return self._drafter.propose(rooms)

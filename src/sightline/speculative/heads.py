@@ -51,7 +51,7 @@ from sightline.speculative.network_steps import (
 
 
 class _Ahead(NamedTuple):
-    """What is guessed for a sequence already, and where its next guess begins."""
+    """The guesses for a sequence so far, and the state that the next one begins with."""
 
     tokens: tuple[Tensor, ...]
     """[1] int64 each, on the device: one guess of each depth."""

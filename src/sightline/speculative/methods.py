@@ -73,7 +73,7 @@ class DraftNeeds(NamedTuple):
 
 
 def drafter_needs(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) -> DraftNeeds:
-    """What the drafter that a config asks for needs; nothing if it asks for none. Reads no weights."""
+    """Returns what a config's drafter needs of the engine; nothing if there is no drafter. Reads no weights."""
     speculation = read_speculation(config.speculative_config)
     if speculation is None:
         return DraftNeeds()

@@ -100,7 +100,7 @@ class NgramOfCorpus(Drafter):
         return [draft if draft.tokens else self._guess(room) for draft, room in zip(drafts, rooms, strict=True)]
 
     def _guess(self, room: DraftRoom) -> Draft:
-        """One continuation: a caller's texts have one place for each run."""
+        """Guesses one continuation from the caller's earlier texts: they record one place for each run of tokens."""
         sequence, most = room.sequence, room.most if room.longest is None else room.longest
         return Draft(tuple(self._corpora.propose(sequence.caller, sequence.tokens, most)))
 
