@@ -15,6 +15,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sightline.core.config import Quantization
+from sightline.models.contract import ExpertStack
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.runner.build import Runtime
 
@@ -45,18 +46,39 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class ExpertSize:
+    """The experts of some layers."""
+
+    weights: int
+    num_bytes: int
+    unused_share: float
+    """The share of them that a token does not use."""
+
+
+@dataclass(frozen=True)
 class ModelSize:
-    """Weights that a step uses; all experts count."""
+    """The weights of a model."""
 
     layers: int
     vocabulary: int
     """Weights of the output projection."""
     num_bytes: int
     """Bytes of all weights, in the form in which they are multiplied."""
+    experts: tuple[ExpertSize, ...] = ()
+    """The part of the layers' weights of which each token uses a few."""
 
     @property
     def weights(self) -> int:
         return self.layers + self.vocabulary
+
+    @property
+    def used_by_a_token(self) -> float:
+        """Weights of the layers that one token is multiplied with."""
+        return self.layers - sum(each.weights * each.unused_share for each in self.experts)
+
+    def read_by(self, num_rows: int) -> float:
+        """Bytes that a step of so many tokens reads, if their experts are chosen evenly and independently."""
+        return self.num_bytes - sum(each.num_bytes * each.unused_share**num_rows for each in self.experts)
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,16 @@ class CacheReads:
 
     bytes_per_token: int
     window: int | None
-    """Most tokens that it attends to; None is all."""
+    """Most tokens that it attends to: those of a window, or those that are chosen; None is all."""
+    state_bytes: int = 0
+    """What it reads and writes of a row whatever its context: recurrent states."""
+    unread: int = 0
+    """Contexts of no more tokens are not read: an indexer has nothing to choose from them."""
+
+    def bytes_of(self, context: int) -> int:
+        """Bytes that a row of so many cached tokens needs."""
+        num_read = 0 if context <= self.unread else min(context, self.window or context)
+        return self.bytes_per_token * num_read + self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -81,14 +112,10 @@ class Floor:
 
         `contexts` are the cached tokens of each row.
         """
-        cached = sum(
-            cache.bytes_per_token * min(context, cache.window or context)
-            for cache in self.caches
-            for context in contexts
-        )
+        cached = sum(cache.bytes_of(context) for cache in self.caches for context in contexts)
         return max(
-            (self.size.num_bytes + cached) / self.machine.read_bytes_per_second,
-            2 * self.size.weights * len(contexts) / self.machine.operations_per_second,
+            (self.size.read_by(len(contexts)) + cached) / self.machine.read_bytes_per_second,
+            2 * (self.size.used_by_a_token + self.size.vocabulary) * len(contexts) / self.machine.operations_per_second,
         )
 
     def decode_all(self, contexts: Sequence[int], num_steps: int) -> float:
@@ -97,7 +124,7 @@ class Floor:
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of the products of `num_tokens` in the layers; only the last token needs the vocabulary."""
-        return 2 * self.size.layers * num_tokens / self.machine.operations_per_second
+        return 2 * self.size.used_by_a_token * num_tokens / self.machine.operations_per_second
 
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
@@ -120,21 +147,28 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * size**3 / taken
 
 
-def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> ModelSize:
-    """Counts the weights from the checkpoint's headers, without reading them."""
+def model_size(
+    checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, stacks: Sequence[ExpertStack] = ()
+) -> ModelSize:
+    """Counts the weights from the checkpoint's headers, without reading them. `stacks` are the model's experts."""
+
+    def bytes_of(info: TensorInfo) -> int:
+        is_kept = quantization == Quantization.KEEP.value
+        return _stored_bytes(info, dtype) if is_kept else math.prod(info.shape) * dtype.itemsize
+
     sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
     embedding = sizes.get("model.embed_tokens.weight", 0)
     head = sizes.get("lm_head.weight", 0)
     multiplied = {
         name: info for name, info in checkpoint.tensors.items() if not (head and name == "model.embed_tokens.weight")
     }
-    num_bytes = sum(
-        _stored_bytes(info, dtype)
-        if quantization == Quantization.KEEP.value
-        else math.prod(info.shape) * dtype.itemsize
-        for info in multiplied.values()
+    num_bytes = sum(bytes_of(info) for info in multiplied.values())
+    stored = [[name for name in stack.names if name in multiplied] for stack in stacks]
+    experts = tuple(
+        ExpertSize(sum(sizes[name] for name in names), sum(bytes_of(multiplied[name]) for name in names), unused)
+        for names, unused in zip(stored, [stack.unused_share for stack in stacks], strict=True)
     )
-    return ModelSize(sum(sizes.values()) - embedding - head, head or embedding, num_bytes)
+    return ModelSize(sum(sizes.values()) - embedding - head, head or embedding, num_bytes, experts)
 
 
 def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
@@ -142,7 +176,9 @@ def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
     return tuple(
         CacheReads(
             sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values()),
-            binding.group.spec.window,
+            None if binding.group.chooses else binding.group.spec.top_k or binding.group.spec.window,
+            2 * binding.cache.states.spec.num_bytes,
+            (binding.group.spec.top_k or 0) if binding.group.chooses else 0,
         )
         for binding in runtime.bindings
     )

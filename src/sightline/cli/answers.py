@@ -72,7 +72,7 @@ def print_answer(answer: Answer, *, quiet: bool) -> str:
 
 
 def _tell_end(reason: str | None, num_tokens: int, until_first: float, then: float) -> None:
-    """How fast the answer was, and why it ended if it is not whole."""
+    """Prints how fast the answer was, and why it ended if it was cut."""
     if reason == "length":
         notes.print(f"[yellow]cut after {num_tokens} tokens[/]: max_tokens, or the end of the context, was reached")
     elif reason is not None and reason != "stop":

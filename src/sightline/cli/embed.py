@@ -137,7 +137,7 @@ def _opened(
     input_format: str | None,
     named_field: str | None,
 ) -> Iterator[TextSource]:
-    """Where the texts come from."""
+    """Opens the source of the texts: arguments, a file or standard input."""
     from sightline.offline import embedding_files as files
 
     if texts:

@@ -198,8 +198,10 @@ _ALONE = ("task", "max_queued_requests", "skip_tokenizer_init")
 _GENERATING = [name for name, each in stated(EngineConfig).items() if each.only_generates]
 serving_options = collected("settings", **_without("skip_tokenizer_init"))
 engine_options = collected("settings", **_without(*_ALONE, "seed"))
-measured_engine_options = collected("settings", **_without(*_ALONE, "seed", "prefix_caching"))
-"""For measurements, whose rounds repeat their prompts: nothing is kept between them."""
+measured_engine_options = collected("settings", **_without(*_ALONE, "seed", "prefix_caching", "host_cache_gib"))
+"""The settings for measurements that repeat their prompts: the cache keeps nothing between rounds."""
+conversing_engine_options = collected("settings", **_without(*_ALONE, "seed", "prefix_caching"))
+"""The settings for measurements of what the cache keeps between requests."""
 embedding_options = collected("settings", **_without(*_ALONE, *_GENERATING, "decode_attention_backend"))
 prove_option = click.option(
     "--prove",

@@ -22,10 +22,24 @@ if TYPE_CHECKING:
 @measure_option("--steps", default=200, help="Steps of traffic for each; then the open requests run to their end.")
 @measure_option("--jobs", default=1, help="Processes that play seeds.")
 @click.option("--guesses", is_flag=True, help="Guess tokens with a drafter that lies at random, in chains and trees.")
+@click.option(
+    "--states", is_flag=True, help="Give the model a recurrent group, whose states must agree with its pages."
+)
+@click.option("--sparse", is_flag=True, help="Give the model a layer that attends to what an indexer chooses.")
+@click.option("--host", is_flag=True, help="Keep pages in host memory, behind transfers that end late or fail.")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
 @click.option("--output", type=parse_target, metavar="FILE", help="Write the script of a failing seed here.")
 def simulate(
-    seed: int, seeds: int, steps: int, jobs: int, guesses: bool, script: Path | None, output: Path | None
+    seed: int,
+    seeds: int,
+    steps: int,
+    jobs: int,
+    guesses: bool,
+    states: bool,
+    sparse: bool,
+    host: bool,
+    script: Path | None,
+    output: Path | None,
 ) -> None:
     """Play random traffic on an engine whose model reveals what it read, and check every page after every step.
 
@@ -40,12 +54,13 @@ def simulate(
         _play_script(script, output)
         return
     started, total = time.perf_counter(), EventCounts()
-    for result in play_seeds(range(seed, seed + seeds), steps, jobs, guesses=guesses):
+    kinds = {"guesses": guesses, "states": states, "sparse": sparse, "host": host}
+    for result in play_seeds(range(seed, seed + seeds), steps, jobs, **kinds):
         if isinstance(result, SeedFailure):
             _print_violation(result.what)
-            again = " --guesses" if guesses else ""
+            again = "".join(f" --{name}" for name, is_asked in kinds.items() if is_asked)
             click.echo(f"run it again: sightline simulate --seed {result.seed} --steps {steps}{again}")
-            _shorten(draw_scenario(result.seed, steps, guesses=guesses), output)
+            _shorten(draw_scenario(result.seed, steps, **kinds), output)
             sys.exit(1)
         total += result
     click.echo(f"{total.told()}: nothing wrong ({time.perf_counter() - started:.1f} s)")

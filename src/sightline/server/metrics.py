@@ -43,6 +43,11 @@ _ADDED_UP = (
     ("spec_decode_num_drafts", "Rows of steps with guessed tokens."),
     ("spec_decode_num_draft_tokens", "Tokens that were guessed."),
     ("spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
+    ("host_cache_offloads", "Pages that left the cache for host memory."),
+    ("host_cache_returns", "Pages that came back from host memory."),
+    ("host_cache_failures", "Pages that could not be copied to host memory or back."),
+    ("hisparse_lookups", "Chosen entries of contexts in host memory."),
+    ("hisparse_misses", "Chosen entries that were not hot, and were copied from host memory."),
     ("plans_rebuilt", "Plans that were made again because the state that they were derived from had changed."),
 )
 _STATES = (
@@ -50,8 +55,14 @@ _STATES = (
     ("num_requests_waiting", "Sequences that are waiting."),
     ("num_requests_paused", "Sequences that are paused because their clients read too slowly."),
     ("kv_cache_usage_perc", "Share of the cache's pages that running sequences hold, 0 to 1."),
+    ("state_checkpoints", "Recurrent states that are kept for sequences that begin alike."),
+    ("host_cache_blocks", "Pages that host memory holds."),
+    ("host_cache_usage_perc", "Share of the host cache that holds pages, 0 to 1."),
+    ("host_cache_bytes", "Host memory that the host cache takes."),
+    ("hisparse_host_bytes", "Host memory that entries take."),
+    ("hisparse_device_bytes", "Device memory that hot entries take."),
 )
-_SUMS = ("plans", "plan_seconds", "step_seconds", "iteration_tokens_sum")
+_SUMS = ("plans", "plan_seconds", "step_seconds", "iteration_tokens_sum", "prefix_cache_host_hits")
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -216,6 +227,7 @@ class EngineTotals:
             yield CounterMetricFamily(PREFIX + name, told, value=self._total(name))
         for name, told in _STATES:
             yield GaugeMetricFamily(PREFIX + name, told, value=self._now(name))
+        yield self._hits_by_tier()
         yield GaugeMetricFamily(
             PREFIX + "degradations",
             "Entries in the ledgers of degradations.",
@@ -250,6 +262,18 @@ class EngineTotals:
             sum_value=self._total("iteration_tokens_sum"),
         )
 
+    def _hits_by_tier(self) -> CounterMetricFamily:
+        """`prefix_cache_hits`, divided by where the tokens were."""
+        hits = CounterMetricFamily(
+            PREFIX + "prefix_cache_tier_hits",
+            "Prompt tokens that were found in the prefix cache, by where their pages were.",
+            labels=["tier"],
+        )
+        host = self._total("prefix_cache_host_hits")
+        hits.add_metric(["device"], self._total("prefix_cache_hits") - host)
+        hits.add_metric(["host"], host)
+        return hits
+
     def _iterations(self) -> tuple[int, ...]:
         """Steps of all processes by their numbers of tokens."""
         if self.latest is None:
@@ -271,7 +295,7 @@ class EngineTotals:
 
 
 class _Labelled:
-    """One family of series, each with the model's name: nothing that counts has to know it."""
+    """One family of series, each labelled with the model's name, so that no counter has to know it."""
 
     def __init__(self, family: Metric, model: str) -> None:
         label = {MODEL_LABEL: model}

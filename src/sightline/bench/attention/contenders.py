@@ -13,6 +13,7 @@ from sightline.attention.capability import Capability, GraphLevel, Requirement, 
 from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import Planner
 from sightline.attention.selection import Candidate, Offer, select_backend
+from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.bench.attention.data import ShapeData
 from sightline.bench.attention.shapes import RowKind, Shape
@@ -105,7 +106,15 @@ def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> P
     workspace = Workspace(target, _SCRATCH_BYTES)
     [cache] = data.store.groups
     context = BackendContext(
-        data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target, inline_launcher()
+        data.group.name,
+        shape.spec,
+        cache,
+        workspace,
+        limits,
+        shape.dtype,
+        target,
+        inline_launcher(),
+        ResidentEntries(cache),
     )
     backend = candidate.load()(context)
     binding = GroupBinding.alone(data.group, cache, backend, capability)

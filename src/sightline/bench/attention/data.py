@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from sightline.attention.contract import AttentionInputs, LatentInputs, SoftmaxInputs
+from sightline.attention.groups import LayerGroup, group_layers
 from sightline.attention.oracle.attention import attend_latent_row, attend_row
-from sightline.attention.spec import LatentSpec, LayerGroup, SoftmaxSpec, group_layers
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.bench.attention.shapes import RowKind, Shape
 from sightline.cache.layout import Layout, arrange_free_pages, walk_slots
-from sightline.cache.pools import CacheLimits, CacheStore, Pool
+from sightline.cache.pools import CacheLimits, Pool
+from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch, RowWork
 from sightline.core.device import Device, DeviceKind
 from sightline.runner.batching import assemble

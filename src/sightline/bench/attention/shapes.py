@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
+from sightline.attention.spec import EntrySpec, LatentSpec, SoftmaxSpec
 from sightline.core.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class Shape:
     family: str
     """Shapes of a family differ only in rows and lengths."""
     row_kind: RowKind
-    spec: AttentionSpec
+    spec: EntrySpec
     num_rows: int
     length: int
     """Tokens of each row after the step."""
@@ -131,8 +131,8 @@ def _latent(num_heads: int) -> LatentSpec:
 
 
 _GQA = SoftmaxSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-_SPECS: Mapping[str, AttentionSpec] = MappingProxyType({"gqa": _GQA, "mla128": _latent(128), "mla16": _latent(16)})
-_TINY: Mapping[str, AttentionSpec] = MappingProxyType(
+_SPECS: Mapping[str, EntrySpec] = MappingProxyType({"gqa": _GQA, "mla128": _latent(128), "mla16": _latent(16)})
+_TINY: Mapping[str, EntrySpec] = MappingProxyType(
     {
         "tiny-gqa": SoftmaxSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25),
         "tiny-mla": LatentSpec(2, latent_dim=16, rope_dim=4, nope_dim=8, value_dim=8, scale=12**-0.5),

@@ -5,8 +5,9 @@
     |------------------ prompt of turn 2 -------------------|
 
 The same prompts run on an engine with the cache and on one without, in turns. (The other benchmarks disable prefix
-caching, because their rounds repeat their prompts.) Reusable tokens are counted from the histories alone, independently
-of how the cache finds, keeps and evicts pages.
+caching, because their rounds repeat their prompts.) With a host tier, both engines have the prefix cache, and one has
+the tier too: a cache that is too small for all histories shows what the tier saves. Reusable tokens are counted from
+the histories alone, independently of how the cache finds, keeps and evicts pages.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from sightline.bench.engine.stepping import TimedAnswer, TimeSpread, answer, che
 from sightline.bench.engine.work import MeasuredEngine, load_subject, sharing_memory
 from sightline.bench.floor import Machine
 from sightline.bench.tables import NONE, markdown_table
+from sightline.core.config import EngineKeywords
+from sightline.core.ledger import Ledger
 from sightline.engine.engine import Engine
-from sightline.llm import LLM, EngineSettings
+from sightline.llm import EngineSettings, build_engine_of
 
 AIM = 0.95
 """Share of the reusable tokens that should be reused."""
 WARM_TOKENS = 2
 """Tokens that each warm-up request generates."""
 _HEADING = (
-    "turn | prompt tokens | reusable | reused | share | first token, ms: median, largest | without cache | sooner"
+    "turn | prompt tokens | reusable | reused | from the host | share | first token, ms: median, largest | reused "
+    "without {0} | first token | sooner"
 )
 
 
@@ -77,16 +81,21 @@ class TurnTally:
     share: float | None
     """Share of the reusable tokens that were reused; None without reusable tokens. Tokens that a request reused beyond
     its reusable ones do not count: they cannot make up for what another request missed."""
+    host_tokens: int
+    """The part of the reused tokens that came back from the host tier."""
+    reused_without: int
+    """Cached tokens that the other engine reports."""
     with_cache: TimeSpread
     """Times to the first token."""
     without_cache: TimeSpread
     speedup: float
-    """The median without the cache over the median with it."""
+    """The median of the other engine over the median of this one."""
 
     def row(self, name: str) -> list[str]:
         """The cells of a table row."""
-        counts = [str(self.prompt_tokens), str(self.reusable_tokens), str(self.reused_tokens), _percent(self.share)]
-        return [name, *counts, str(self.with_cache), str(self.without_cache), f"{self.speedup:.2f}×"]
+        counts = [self.prompt_tokens, self.reusable_tokens, self.reused_tokens, self.host_tokens]
+        times = [str(self.with_cache), str(self.reused_without), str(self.without_cache), f"{self.speedup:.2f}×"]
+        return [name, *map(str, counts), _percent(self.share), *times]
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,9 @@ class MultiturnReport:
     chat: Chat
     page_size: int
     agreement: Agreement
-    """Answers with the cache against answers without."""
+    """Answers of the two engines."""
+    compared: str
+    """What only one of them has."""
     turns: tuple[TurnTally, ...]
     all_turns: TurnTally
 
@@ -108,9 +119,9 @@ class MultiturnReport:
         return [
             f"{self.conditions}, greedy: {self.machine}",
             f"{self.chat}; pages of {self.page_size}",
-            f"Answers with the prefix cache and without: {self.agreement}",
+            f"Answers with {self.compared} and without: {self.agreement}",
             "",
-            *markdown_table(_HEADING, [*rows, self.all_turns.row("all")]),
+            *markdown_table(_HEADING.format(self.compared), [*rows, self.all_turns.row("all")]),
             "",
             "Reusable: whole pages computed in earlier turns. Requests of a turn run at once and cannot count on each "
             "other; what one reuses of another is in the reused tokens and not in the share.",
@@ -120,21 +131,27 @@ class MultiturnReport:
         ]
 
 
-def measure_multiturn(settings: dict[str, object], chat: Chat, on_turn: Callable[[int], None]) -> MultiturnReport:
-    """Runs the chat on both engines. `on_turn` receives the number of each turn whose answers agree.
+def measure_multiturn(
+    settings: dict[str, object], chat: Chat, on_turn: Callable[[int], None], model_config: str | None = None
+) -> MultiturnReport:
+    """Runs the chat on both engines. `on_turn` receives the number of each turn whose answers agree. `model_config`
+    names a model with random weights.
 
     Raises before anything runs if the chat does not fit, and before anything is reported if answers differ.
     """
-    plain, cached = _load_both(settings, chat)
+    compared = "the host tier" if settings.get("host_cache_gib") else "the prefix cache"
+    plain, cached = _load_both(settings, chat, model_config)
     for engine in (plain.llm.engine, cached):
         _warm_up(engine, chat)
-    turns: list[list[ComparedTurn]] = []
+    turns: list[TurnTally] = []
     every: list[ComparedTurn] = []
+    num_host = cached.metrics().prefix_cache_host_hits
     for exchanges in _hold(chat, cached, plain.llm.engine):
-        turns.append(exchanges)
+        turns.append(tally(exchanges, cached.metrics().prefix_cache_host_hits - num_host))
+        num_host += turns[-1].host_tokens
         every += exchanges
         agreement = Agreement.of([each.plain.token_ids for each in every], [each.cached.token_ids for each in every])
-        agreement.check("with the prefix cache and without", exact=plain.conditions.is_exact)
+        agreement.check(f"with {compared} and without", exact=plain.conditions.is_exact)
         on_turn(len(turns))
     return MultiturnReport(
         conditions=plain.conditions,
@@ -142,8 +159,9 @@ def measure_multiturn(settings: dict[str, object], chat: Chat, on_turn: Callable
         chat=chat,
         page_size=cached.runtime.config.page_size,
         agreement=agreement,
-        turns=tuple(tally(turn) for turn in turns),
-        all_turns=tally(every),
+        compared=compared,
+        turns=tuple(turns),
+        all_turns=tally(every, sum(turn.host_tokens for turn in turns)),
     )
 
 
@@ -156,8 +174,8 @@ def count_reusable(prompt: Sequence[int], computed: Prompts, page_size: int) -> 
     return min(longest, len(prompt) - 1) // page_size * page_size
 
 
-def tally(exchanges: Sequence[ComparedTurn]) -> TurnTally:
-    """Sums the tokens and summarises the times."""
+def tally(exchanges: Sequence[ComparedTurn], host_tokens: int = 0) -> TurnTally:
+    """Sums the tokens and summarises the times. `host_tokens` of the reused ones came from the host tier."""
     reusable = sum(each.reusable for each in exchanges)
     found = sum(min(each.reusable, each.cached.num_cached_tokens) for each in exchanges)
     with_cache = TimeSpread.of([each.cached.first_token_seconds for each in exchanges])
@@ -167,6 +185,8 @@ def tally(exchanges: Sequence[ComparedTurn]) -> TurnTally:
         reusable_tokens=reusable,
         reused_tokens=sum(each.cached.num_cached_tokens for each in exchanges),
         share=found / reusable if reusable else None,
+        host_tokens=host_tokens,
+        reused_without=sum(each.plain.num_cached_tokens for each in exchanges),
         with_cache=with_cache,
         without_cache=without_cache,
         speedup=without_cache.median_seconds / with_cache.median_seconds,
@@ -192,17 +212,20 @@ def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[ComparedTu
         computed = [history[:-1] for history in histories]
 
 
-def _load_both(settings: dict[str, object], chat: Chat) -> tuple[MeasuredEngine, Engine]:
-    """Loads the model twice: without the prefix cache, and with it and an equally large cache."""
-    plain = load_subject(sharing_memory(settings))
-    check_room(plain.llm.engine, [chat.longest] * chat.users, "--users or --turns")
+def _load_both(settings: dict[str, object], chat: Chat, model_config: str | None) -> tuple[MeasuredEngine, Engine]:
+    """Loads the model twice: without the prefix cache, and with it and an equally large cache. With a host tier, the
+    first has the prefix cache too, and the histories need not fit at once."""
+    has_tier = bool(settings.get("host_cache_gib"))
+    without = {name: value for name, value in sharing_memory(settings).items() if name != "host_cache_gib"}
+    plain = load_subject(without, model_config, prefix_caching=has_tier)
+    check_room(plain.llm.engine, [chat.longest] * (1 if has_tier else chat.users), "--users or --turns")
     wanted = settings | {
         "skip_tokenizer_init": True,
         "prefix_caching": True,
         "cache_tokens": plain.llm.engine.runtime.config.cache_tokens,
     }
-    wanted.pop("model", None)
-    return plain, LLM(str(plain.checkpoint.location), **cast("EngineSettings", wanted)).engine
+    config = EngineKeywords(**cast("EngineSettings", wanted))
+    return plain, build_engine_of(config, plain.checkpoint, Ledger(strict=config.strict))
 
 
 def _warm_up(engine: Engine, chat: Chat) -> None:

@@ -64,13 +64,15 @@ class MeasuredEngine:
         )
 
 
-def load_subject(settings: dict[str, object], model_config: str | None = None) -> MeasuredEngine:
+def load_subject(
+    settings: dict[str, object], model_config: str | None = None, *, prefix_caching: bool = False
+) -> MeasuredEngine:
     """Loads the model of the engine's `settings` and measures the machine.
 
     With `model_config`, the model is that config's, with random weights (`find_config`).
     """
     # Rounds repeat their prompts, so that a prefix cache would spare all rounds but the first.
-    wanted = settings | {"skip_tokenizer_init": True, "prefix_caching": False}
+    wanted = settings | {"skip_tokenizer_init": True, "prefix_caching": prefix_caching}
     config = EngineKeywords(**cast("EngineSettings", wanted))
     ledger = Ledger(strict=config.strict)
     if model_config is None:
@@ -87,7 +89,9 @@ def load_subject(settings: dict[str, object], model_config: str | None = None) -
     return MeasuredEngine(
         llm=llm,
         checkpoint=checkpoint,
-        floor=Floor(machine, model_size(checkpoint, dtype, quantization), cache_reads(runtime)),
+        floor=Floor(
+            machine, model_size(checkpoint, dtype, quantization, runtime.definition.expert_stacks), cache_reads(runtime)
+        ),
         conditions=Conditions(
             model=name,
             dtype=str(dtype).removeprefix("torch."),

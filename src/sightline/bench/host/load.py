@@ -19,9 +19,10 @@ from random import Random
 
 import torch
 
-from sightline.cache.pools import Bundle, CacheLimits, CacheStore
+from sightline.cache.pools import Bundle, CacheLimits
 from sightline.cache.prefix import PrefixCache, PrefixMatch
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import SightlineError
 from sightline.core.request import EffectiveParams, Request, Terms

@@ -12,6 +12,7 @@ from sightline.cli.bench.serving import serve
 from sightline.cli.console import notes
 from sightline.cli.options import (
     collected,
+    conversing_engine_options,
     counts_option,
     measure_option,
     measured_engine_options,
@@ -22,6 +23,18 @@ from sightline.cli.reports import json_settings, print_report, report_file_optio
 if TYPE_CHECKING:
     from sightline.bench.engine.work import MeasuredEngine
 
+_RANDOM = {
+    "dummy_weights": click.option(
+        "--dummy-weights", is_flag=True, help="Random weights, made on the device, for the model of --model-config."
+    ),
+    "model_config": click.option(
+        "--model-config",
+        metavar="NAME|FILE",
+        help="llama-8b, qwen3-0.6b, deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, gpt-oss-20b, "
+        "qwen3-next-12-layers, qwen3-next-small or a config.json, with --dummy-weights.",
+    ),
+}
+"""A model without a checkpoint."""
 bench_options = collected(
     "how",
     compare=click.option(
@@ -31,16 +44,10 @@ bench_options = collected(
         help="Other engines to compare with: transformers,llama.cpp,llama.cpp-flash,vllm.",
     ),
     num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are reported."),
-    dummy_weights=click.option(
-        "--dummy-weights", is_flag=True, help="Random weights, made on the device, for the model of --model-config."
-    ),
-    model_config=click.option(
-        "--model-config",
-        metavar="NAME|FILE",
-        help="llama-8b, qwen3-0.6b, deepseek-v2-lite, gpt-oss-20b or a config.json, with --dummy-weights.",
-    ),
+    **_RANDOM,
     **json_settings,
 )
+chat_options = collected("how", **_RANDOM, **json_settings)
 
 
 @click.group()
@@ -157,10 +164,13 @@ def growth(
 @measure_option("--system-len", default=256, help="Tokens of the system prompt.")
 @measure_option("--question-len", default=48, help="Tokens of each question.")
 @measure_option("--answer-len", default=32, help="Tokens of each answer.")
-@report_file_options
-@measured_engine_options
+@chat_options
+@conversing_engine_options
 def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
-    """Run a chat with the prefix cache and without: reused tokens, and how much sooner first tokens come."""
+    """Run a chat with the prefix cache and without: reused tokens, and how much sooner first tokens come.
+
+    With --host-cache-gib, both engines have the prefix cache, and one has the host cache too.
+    """
     from sightline.bench.engine.multiturn import Chat, measure_multiturn
 
     if lengths["turns"] < 2:
@@ -168,7 +178,10 @@ def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> 
             "expected at least 2 turns, got 1, in which nothing can be reused", param_hint="--turns"
         )
     chat = Chat(**lengths)
-    report = measure_multiturn(settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"))
+    _check_random(how, settings, [])
+    report = measure_multiturn(
+        settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"), how["model_config"]
+    )
     print_report(report, how)
 
 
@@ -249,15 +262,16 @@ def _load(how: dict[str, Any], settings: dict[str, Any], compared: list[str]) ->
     """Loads the model that the options name."""
     from sightline.bench.engine.work import load_subject
 
-    if how["dummy_weights"]:
-        _check_dummy(how, settings, compared)
-    elif how["model_config"] is not None:
-        raise click.UsageError("expected --model-config with --dummy-weights, got it alone; add --dummy-weights")
+    _check_random(how, settings, compared)
     return load_subject(settings, how["model_config"])
 
 
-def _check_dummy(how: dict[str, Any], settings: dict[str, Any], compared: list[str]) -> None:
+def _check_random(how: dict[str, Any], settings: dict[str, Any], compared: list[str]) -> None:
     """Raises if options name a model in two ways or in none, or engines that read weights from files."""
+    if not how["dummy_weights"]:
+        if how["model_config"] is not None:
+            raise click.UsageError("expected --model-config with --dummy-weights, got it alone; add --dummy-weights")
+        return
     if how["model_config"] is None:
         raise click.UsageError("expected --model-config with --dummy-weights, got none; name a config")
     if settings["model"] is not None:

@@ -266,6 +266,25 @@ class EngineState(Struct, frozen=True):
     """How often it was started."""
 
 
+class HostCacheState(Struct, frozen=True):
+    """The host tier of the prefix cache."""
+
+    bytes: int
+    """Host memory that it takes."""
+    blocks: int
+    """Pages that it holds."""
+    usage: float
+    """Share of it that holds pages, 0 to 1."""
+    offloads: int
+    """Pages that left the cache for it."""
+    returns: int
+    """Pages that came back."""
+    failures: int
+    """Pages that could not be copied, in either direction."""
+    hit_tokens: int
+    """Prompt tokens that were found in it."""
+
+
 class ServerInfo(Struct, frozen=True):
     """The resolved configuration of the server and its engine."""
 
@@ -280,6 +299,8 @@ class ServerInfo(Struct, frozen=True):
     """Degradations: respects in which the server does less than was asked for. `--strict` refuses each."""
     notes: list[str]
     """Facts worth knowing that do not change results."""
+    host_cache: HostCacheState | None = None
+    """Counts of the running engine process; null without a host cache, or before the engine has reported."""
 
 
 class Error(Struct, frozen=True):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from sightline.server.api.answers import (
     EngineState,
+    HostCacheState,
     ModelCard,
     Models,
     ServerInfo,
@@ -99,7 +100,22 @@ class Inspection:
                 layers=list(opened.lines),
                 degradations=[*opened.degradations, *map(str, service.ledger.degradations)],
                 notes=[*opened.notes, *map(str, service.ledger.notes)],
+                host_cache=self._host_cache(),
             )
+        )
+
+    def _host_cache(self) -> HostCacheState | None:
+        latest = self._metrics.engine.latest
+        if latest is None or not latest.host_cache_bytes:
+            return None
+        return HostCacheState(
+            bytes=latest.host_cache_bytes,
+            blocks=latest.host_cache_blocks,
+            usage=latest.host_cache_usage_perc,
+            offloads=latest.host_cache_offloads,
+            returns=latest.host_cache_returns,
+            failures=latest.host_cache_failures,
+            hit_tokens=latest.prefix_cache_host_hits,
         )
 
     def _model(self, name: str) -> ModelCard:

@@ -25,7 +25,7 @@ from sightline.server.logs import log
 
 logger = logging.getLogger("sightline.server")
 CHUNKED_BYTES = 8 << 10
-"""How much of a body in chunks is parsed in one turn of the event loop: every chunk, be it of one byte, is a call."""
+"""Bytes of a chunked body that are parsed in one turn of the event loop: each chunk is a call, even one of a byte."""
 UNFRAMED = "sightline.unframed"
 """The ASGI extension of clients before HTTP/1.1: a `send` for answers whose end is the end of the connection."""
 UNSENT_BYTES = 4 << 10
@@ -58,10 +58,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """Bytes that may wait to be sent before the sender waits too, until all are sent. Few, because they count as read:
     the request of a client that reads nothing is to pause soon."""
     write_seconds: ClassVar[float] = 60.0
-    """How often the progress of a client that leaves the write buffer full is measured."""
+    """The interval at which the progress of a client that leaves the write buffer full is measured."""
     min_write_bytes: ClassVar[int] = 12 << 10
-    """What such a client must have taken of the full buffer in that time; otherwise the connection is aborted, if the
-    buffer was full for at least half of the time. What the system takes at once, while it is not, is not counted."""
+    """Bytes that such a client must take from the full buffer in that time. Otherwise the connection is aborted, if the
+    buffer was full for at least half of the time. Bytes that leave while the buffer is not full do not count."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -50,7 +50,7 @@ class Channel:
             taken += commands
 
     def send(self, reports: Sequence[Report]) -> None:
-        """In one frame, or in several where they are too much for one."""
+        """Sends reports in one frame, or in several if they do not fit in one."""
         try:
             self._connection.sendall(self._reports.encode(reports))
         except ProtocolError:

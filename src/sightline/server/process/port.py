@@ -94,9 +94,9 @@ class Answers:
     ) -> None:
         """`prompt_lens` are the prompts' numbers of tokens, by the requests' numbers.
 
-        `acknowledge` is called whenever so many more deltas of a prompt have been read that its request may have to run
-        on: `limit` is what may be unread of each. None: the answer is sent as a whole, and the contents of what was
-        read count until then.
+        `acknowledge` is called when enough deltas of a prompt have been read that its request may have to run on.
+        `limit` is how much of each may be unread; None if the answer is sent as a whole, and what was read counts until
+        then.
         """
         self.prompt_lens = prompt_lens
         self.places = {number: place for place, number in enumerate(prompt_lens)}

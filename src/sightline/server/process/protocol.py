@@ -45,12 +45,12 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
-    """So many more `Delta` reports of a request were taken by its client."""
+    """A client has read more `Delta` reports of its request."""
 
     number: int
     count: int
     num_bytes: int
-    """Of their contents."""
+    """The size of the reports' contents."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):

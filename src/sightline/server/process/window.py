@@ -24,7 +24,7 @@ which look as if they were read."""
 
 
 class UnreadLimit(msgspec.Struct, frozen=True, array_like=True):
-    """What may wait for the client of a stream."""
+    """How much may wait for the client of a stream."""
 
     max_reports: int
     first_bytes: int
@@ -90,7 +90,7 @@ class ReadBatch(NamedTuple):
 
     num_reports: int
     num_bytes: int
-    """Of their contents."""
+    """The size of the reports' contents."""
 
 
 class ReadCount:

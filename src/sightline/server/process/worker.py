@@ -43,7 +43,7 @@ ORPHAN_SECONDS = 10.0
 
 
 def model_name(model: str | None) -> str:
-    """What a model is called: a Hugging Face id as it is, a path by its last part."""
+    """Returns a model's name: a Hugging Face id as it is, or the last part of a path."""
     if model is None:
         return default_model_path().stem
     path = Path(model)
@@ -55,7 +55,7 @@ def model_name(model: str | None) -> str:
 def describe(
     name: str, engine: StepLoop[Any, Any, Any], tokenizer: Tokenizer | None, vector_size: int | None
 ) -> Opened:
-    """What the front end needs to know."""
+    """Returns what the front end needs to know."""
     if tokenizer is None:
         raise ConfigError("expected a model with its tokenizer, got one without; leave skip_tokenizer_init out")
     runtime, ledger, config, limit = engine.runtime, engine.ledger, engine.runtime.config, engine.pace.max_step_ms
@@ -91,11 +91,14 @@ def describe(
 
 
 def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], None]]:
-    """What is built, and its loop."""
+    """Builds the engine or embedder. Returns what the front end needs to know, and the loop."""
     name = model_name(config.model)
 
+    begun = set[BuildPhase]()
+
     def tell(step: BuildStep) -> None:
-        if step.done == 0:
+        if step.phase not in begun:
+            begun.add(step.phase)
             logger.info("starting: %s", step.phase.value)
         # A checkpoint may have thousands of tensors, each of which is read in no time.
         if step.done == 0 or step.phase is not BuildPhase.WEIGHTS:
@@ -105,7 +108,7 @@ def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], 
         texts = open_embedder(config, tell)
         embedder = texts.embedder
         if config.max_step_ms is None:
-            # Steps are measured as they come: whoever sends one text waits for few of somebody who sends many.
+            # Steps are short, so that a caller with one text does not wait for many texts of another caller.
             embedder.pace.max_seconds = LEAST_SECONDS
         opened = describe(name, embedder, texts.tokenizer, embedder.definition.state_size)
         return opened, Worker(EmbeddingPurpose(embedder), channel).run

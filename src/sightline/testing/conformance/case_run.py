@@ -8,24 +8,29 @@ rows look for keys at borders: the first, the last, their own, and both sides of
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
 from sightline.attention.oracle.dtypes import dtype_named
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import Feature
+from sightline.attention.spec import ENTRY_KINDS, PAGED_KINDS, STATE_KINDS, Feature, SpecKind
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.testing.conformance.cases import GOES_ON_BY, OTHERS, Case
 from sightline.testing.conformance.domains import borders
+from sightline.testing.conformance.layer_step import Asked, LayerStep
 from sightline.testing.conformance.rig import SCALES, Memory, RigSetting, Row, Unused
-from sightline.testing.conformance.steps import Asked, Step
+from sightline.testing.conformance.state_steps import StateStep
+from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Trial
 
+StepT = TypeVar("StepT", bound=LayerStep)
 _SECOND_LANE = Lane(1)
 _ALL_QUERIES = 16
 """The oracle is asked about all new tokens of a row that has at most this many."""
@@ -37,14 +42,16 @@ _LONG = 48
 
 def try_case(trial: Trial, case: Case) -> None:
     """Runs a case. Raises `CheckFailed`, or whatever the backend raises."""
-    _Run(trial, case).run()
+    _RUNS[trial.subject.kind](trial, case).run()
 
 
-class _Run:
+class _Run(ABC, Generic[StepT]):
     """One case on its own rig."""
 
     def __init__(self, trial: Trial, case: Case) -> None:
-        dtypes = (dtype_named(case.name(dimension)) for dimension in (Dimension.DTYPE, Dimension.CACHE_DTYPE))
+        dtypes = [
+            dtype_named(case.name(each)) for each in (Dimension.DTYPE, Dimension.CACHE_DTYPE) if each in case.values
+        ]
         self._trial = trial.in_dtype(*dtypes)
         self._case = case
         self._draw = random.Random(f"run {case.seed}")
@@ -61,8 +68,6 @@ class _Run:
                 for table_row in other.table_rows:
                     self._bench.store.close_row(table_row)
         steps = self._steps()
-        if self._case.goes_on:
-            self._run_before(steps)
         planned = steps[0].plan(self._needs, self._lane)
         beside = self._other(OTHERS, 2) if self._lane != MAIN_LANE else None
         planned_beside = beside.plan() if beside is not None else None
@@ -76,19 +81,16 @@ class _Run:
         if beside is not None and planned_beside is not None:
             self._trial.hold(beside, beside.attend(planned_beside), "the plan in the other lane")
 
+    @abstractmethod
     def _spec(self) -> Any:
-        case = self._case
-        numbers = (case.number(each) for each in (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.KEY_HEADS))
-        spec = self._trial.problem.spec(*numbers)
-        changes: dict[str, object] = {"scale": spec.scale * self._draw.uniform(0.7, 1.3)}
-        if case.window is not None:
-            changes["window"] = case.window
-        if Feature.SOFTCAP.value in case.features:
-            # Among many keys, a single one needs a higher score to be noticed.
-            changes["softcap"] = 20.0 if case.main_len > _LONG else 1.5
-        if Feature.SINKS.value in case.features:
-            changes["sinks"] = True
-        return replace(spec, **changes)
+        """Returns the spec of all layers."""
+
+    @abstractmethod
+    def _steps(self) -> list[StepT]:
+        """Returns a step for each layer that is run: the same rows with other inputs and contexts.
+
+        If the case goes on, an earlier step of the backend has written the ends of the contexts.
+        """
 
     def _setting(self) -> RigSetting:
         case = self._case
@@ -116,31 +118,101 @@ class _Run:
             lanes=(MAIN_LANE,) if self._lane == MAIN_LANE else (MAIN_LANE, self._lane),
         )
 
-    def _other(self, rows: Sequence[Row], seed: int) -> Step:
-        return Step(self._bench, rows, seed=1000 + seed, layer=self._case.number(Dimension.LAYERS) - 1)
+    def _written_before(self, row: int) -> int:
+        """Returns how many entries of a row's context the backend itself writes in an earlier step."""
+        case = self._case
+        shared = case.shared_pages * case.number(Dimension.PAGE_SIZE)
+        return min(GOES_ON_BY, case.lengths[row][0] - shared) if case.goes_on else 0
 
-    def _attend_other(self, step: Step, planned: PlannedBatch) -> None:
+    def _other(self, rows: Sequence[Row], seed: int) -> LayerStep:
+        layer = self._case.number(Dimension.LAYERS) - 1
+        return self._trial.step(self._bench, rows, seed=1000 + seed, layer=layer)
+
+    def _attend_other(self, step: LayerStep, planned: PlannedBatch) -> None:
         planned.prepare()
         self._trial.hold(step, step.attend(planned), "a step before or beside it")
 
+    def _asked(self, layer: int) -> Asked:
+        """Returns the queries of each row that are compared with the oracle.
+
+        If there are many rows, each layer but the last compares some of them.
+        """
+        case = self._case
+        draw = random.Random(f"asked {case.seed} {layer}")
+        rows = list(range(len(case.rows)))
+        if len(rows) > _ALL_ROWS and layer != case.number(Dimension.LAYERS) - 1:
+            rows = sorted({*rows[:4], *rows[-4:], case.main_row, *draw.sample(rows, _ALL_ROWS // 2)})
+        return {row: self._queries(case.rows[row], draw) for row in rows}
+
+    def _queries(self, row: Row, draw: random.Random) -> list[int]:
+        if row.query_len <= _ALL_QUERIES:
+            return list(range(row.query_len))
+        last = row.query_len - 1
+        near = borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE))
+        return sorted({0, last, *draw.sample(near, 3), *(draw.randint(1, last) for _ in range(3))})
+
+    def _attend(self, steps: Sequence[LayerStep], planned: PlannedBatch) -> None:
+        """Runs every layer in order, and compares some of them with the oracle."""
+        planned.prepare()
+        num_tokens, compared = self._case.num_tokens, self._case.compared_layers()
+        answers = {step.layer: step.attend(planned) for step in steps}
+        for step in steps:
+            answer = answers[step.layer]
+            if step.layer not in compared:
+                self._trial.require(
+                    bool(answer.out[:num_tokens].isfinite().all()),
+                    f"expected a finite output from layer {step.layer}, got NaN or infinity in it",
+                )
+                continue
+            self._trial.hold(step, answer, f"layer {step.layer}", self._asked(step.layer))
+            self._trial.require_lse(step, answer, wanted=bool(self._needs))
+            self._trial.require(
+                bool(answer.out[num_tokens:].isnan().all()),
+                "expected the output of padding tokens to be unchanged, got numbers",
+            )
+
+
+class _EntryRun(_Run[Step]):
+    """One case of layers that keep entries."""
+
+    def _spec(self) -> Any:
+        case = self._case
+        numbers = (case.number(each) for each in (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.KEY_HEADS))
+        spec = self._trial.problem.spec(*numbers)
+        changes: dict[str, object] = {}
+        if self._trial.subject.kind in ENTRY_KINDS:
+            changes["scale"] = spec.scale * self._draw.uniform(0.7, 1.3)
+        if case.window is not None:
+            changes["window"] = case.window
+        if Feature.SOFTCAP.value in case.features:
+            # Among many keys, a single one needs a higher score to be noticed.
+            changes["softcap"] = 20.0 if case.main_len > _LONG else 1.5
+        if Feature.SINKS.value in case.features:
+            changes["sinks"] = True
+        if case.top_k is not None:
+            changes["top_k"] = case.top_k
+        return replace(spec, **changes)
+
     def _steps(self) -> list[Step]:
-        """Returns a step for each layer that is run: the same rows with other inputs and contexts."""
         case, steps = self._case, list[Step]()
         for layer in case.run_layers():
             steps.append(self._step(layer, steps[0].table_rows if steps else None))
         for step in steps:
             step.pad(*case.padding, torch.nan)
+        if case.goes_on:
+            self._run_before(steps)
         return steps
 
     def _step(self, layer: int, table_rows: Sequence[int] | None) -> Step:
         case, seed = self._case, 100 * self._case.seed + layer
         if case.is_transient:
-            step = Step(self._bench, case.rows, seed=seed, layer=layer, transient=True)
+            step = self._trial.paged_step(self._bench, case.rows, seed=seed, layer=layer, transient=True)
             self._look_closely(step)
             return step
         if table_rows is None:
             table_rows = self._bench.open_rows(case.rows, case.shared_pages, case.main_row)
-        step = Step(self._bench, case.rows, seed=seed, layer=layer, table_rows=table_rows, writes=False)
+        where = {"layer": layer, "table_rows": table_rows, "writes": False}
+        step = self._trial.paged_step(self._bench, case.rows, seed=seed, **where)
         self._look_closely(step)
         self._share(step)
         step.write_contexts([context - self._written_before(row) for row, (context, _) in enumerate(case.lengths)])
@@ -163,6 +235,8 @@ class _Run:
             start = tokens.stop
             if row.seq_len > _LONG and number in asked:
                 places = self._sought(row, asked[number])
+                if step.inputs_choose:
+                    places = self._sought_chosen(step.inputs.chosen[tokens], asked[number])
                 step.problem.look_for(step.spec, step.inputs, tokens, step.contexts[number], places)
         longest = min(self._case.main_len, self._case.window or self._case.main_len)
         if Feature.SINKS.value in self._case.features and longest > _LONG:
@@ -179,50 +253,13 @@ class _Run:
                 places |= {positions[query] - window, positions[query] - window + 1}
         return sorted(place for place in places if 0 <= place < row.seq_len)
 
-    def _asked(self, layer: int) -> Asked:
-        """Returns the queries of each row that are compared with the oracle.
-
-        If there are many rows, each layer but the last compares some of them.
-        """
-        case = self._case
-        draw = random.Random(f"asked {case.seed} {layer}")
-        rows = list(range(len(case.rows)))
-        if len(rows) > _ALL_ROWS and layer != case.number(Dimension.LAYERS) - 1:
-            rows = sorted({*rows[:4], *rows[-4:], case.main_row, *draw.sample(rows, _ALL_ROWS // 2)})
-        return {row: self._queries(case.rows[row], draw) for row in rows}
-
-    def _queries(self, row: Row, draw: random.Random) -> list[int]:
-        if row.query_len <= _ALL_QUERIES:
-            return list(range(row.query_len))
-        last = row.query_len - 1
-        near = borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE))
-        return sorted({0, last, *draw.sample(near, 3), *(draw.randint(1, last) for _ in range(3))})
-
-    def _attend(self, steps: Sequence[Step], planned: PlannedBatch) -> None:
-        """Runs every layer in order, and compares some of them with the oracle."""
-        planned.prepare()
-        num_tokens, compared = self._case.num_tokens, self._case.compared_layers()
-        answers = {step.layer: step.attend(planned) for step in steps}
-        for step in steps:
-            answer = answers[step.layer]
-            if step.layer not in compared:
-                self._trial.require(
-                    bool(answer.out[:num_tokens].isfinite().all()),
-                    f"expected a finite output from layer {step.layer}, got NaN or infinity in it",
-                )
-                continue
-            self._trial.hold(step, answer, f"layer {step.layer}", self._asked(step.layer))
-            self._trial.require_lse(step, answer, wanted=bool(self._needs))
-            self._trial.require(
-                bool(answer.out[num_tokens:].isnan().all()),
-                "expected the output of padding tokens to be unchanged, got numbers",
-            )
-
-    def _written_before(self, row: int) -> int:
-        """Returns how many entries of a row's context the backend itself writes in an earlier step."""
-        case = self._case
-        shared = case.shared_pages * case.number(Dimension.PAGE_SIZE)
-        return min(GOES_ON_BY, case.lengths[row][0] - shared) if case.goes_on else 0
+    def _sought_chosen(self, chosen: Tensor, queries: Sequence[int]) -> list[int]:
+        """Returns the first and the last entry that each of some queries chose, and one between them."""
+        places = set[int]()
+        for query in queries[-_SOME_QUERIES:]:
+            taken = [place for place in chosen[query].tolist() if place >= 0]
+            places |= {taken[0], taken[-1], self._draw.choice(taken)} if taken else set()
+        return sorted(places)
 
     def _run_before(self, steps: Sequence[Step]) -> None:
         """Runs an earlier step of the same rows, in which the backend writes the ends of their contexts."""
@@ -238,3 +275,69 @@ class _Run:
                 rows = self._asked(step.layer)
                 asked = {place: range(written[row]) for place, row in enumerate(written) if row in rows}
                 self._trial.hold(step, answer, f"layer {step.layer} of the step before", asked)
+
+
+class _StateRun(_Run[StateStep]):
+    """One case of layers that keep states."""
+
+    def _spec(self) -> Any:
+        case, problem = self._case, self._trial.problem
+        dims = frozenset({(case.number(Dimension.HEAD_DIM), case.number(Dimension.VALUE_DIM))})
+        numbers = (case.number(each) for each in (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.KEY_HEADS))
+        unit_keys = case.number(Dimension.UNIT_KEYS) == 1
+        width = case.number(Dimension.CONV_WIDTH)
+        return problem.with_features(problem.spec(*numbers, dims), case.features, width, unit_keys=unit_keys)
+
+    def _setting(self) -> RigSetting:
+        case = self._case
+        return replace(
+            super()._setting(),
+            layout=Layout(case.name(Dimension.SLOT_ORDER)),
+            states_per_row=case.states_per_row,
+            max_checkpoints=case.max_checkpoints,
+        )
+
+    def _steps(self) -> list[StateStep]:
+        case = self._case
+        earlier = self._earlier() if case.goes_on else []
+        if earlier:
+            steps = [step.continued(case.rows, seed=self._seed(step.layer)) for step in earlier]
+        else:
+            steps = [self._step(layer) for layer in case.run_layers()[:1]]
+            steps += [self._step(layer, steps[0].table_rows) for layer in case.run_layers()[1:]]
+        for step in steps:
+            step.pad(*case.padding, torch.nan)
+        return steps
+
+    def _seed(self, layer: int) -> int:
+        return 100 * self._case.seed + layer
+
+    def _step(self, layer: int, table_rows: Sequence[int] | None = None) -> StateStep:
+        case = self._case
+        shared = {"transient": True} if case.is_transient else {"table_rows": table_rows}
+        return StateStep(self._bench, case.rows, seed=self._seed(layer), layer=layer, **shared)
+
+    def _earlier(self) -> list[StateStep]:
+        """Runs a step in which the backend computes the states that the case's rows begin with."""
+        case, steps = self._case, list[StateStep]()
+        written = [self._written_before(row) for row in range(len(case.rows))]
+        rows = [Row(row.context_len - count, count) for row, count in zip(case.rows, written, strict=True)]
+        for layer in case.run_layers():
+            table_rows = steps[0].table_rows if steps else None
+            steps.append(StateStep(self._bench, rows, seed=layer, layer=layer, table_rows=table_rows))
+        planned = steps[0].plan(self._needs, self._lane)
+        planned.prepare()
+        answers = [step.attend(planned) for step in steps]
+        for step, answer in zip(steps, answers, strict=True):
+            if step.layer in case.compared_layers():
+                asked = {row: range(written[row]) for row in self._asked(step.layer)}
+                self._trial.hold(step, answer, f"layer {step.layer} of the step before", asked)
+        steps[0].commit(self._lane)
+        return steps
+
+
+_RUNS: Mapping[SpecKind, type[_Run[Any]]] = {
+    **dict.fromkeys(PAGED_KINDS, _EntryRun),
+    **dict.fromkeys(STATE_KINDS, _StateRun),
+}
+"""How the cases of each kind are run."""

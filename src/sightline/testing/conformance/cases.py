@@ -17,8 +17,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.dimensions import IN_ORDER, Company, Dimension, LaneUse, Padding, Point, Reuse, Sharing, Value
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.dimensions import (
+    IN_ORDER,
+    Company,
+    Dimension,
+    KeptStates,
+    LaneUse,
+    Padding,
+    Point,
+    Reuse,
+    Sharing,
+    Value,
+)
+from sightline.attention.spec import STATE_KINDS, Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
 from sightline.testing.conformance.rig import Row, tree_row
 
@@ -28,12 +39,28 @@ OTHERS = (Row(9, 3), Row(0, 2))
 """The rows of steps that are planned before or beside a case's own step."""
 GOES_ON_BY = 2
 """The most entries of each context that an earlier step of the backend writes."""
+_MEANINGLESS: Mapping[Dimension, Value] = {
+    Dimension.PAGE_SIZE: 16,
+    Dimension.PAGE_ORDER: IN_ORDER,
+    Dimension.SHARING: Sharing.NONE.value,
+    Dimension.POOL_SLOTS: TIGHT,
+    Dimension.KEPT: KeptStates.LAST.value,
+    Dimension.SLOT_ORDER: IN_ORDER,
+}
+"""The plain values of dimensions that some kinds of layers do not have. They are part of no point."""
+MOST_GUESSES = 8
+"""The most tokens of a row whose states are kept because any of them may be the last one accepted."""
+MOST_INSIDE = 3
+"""The most checkpoints inside a row."""
 _PADDINGS = ((2, 3), (0, 1), (7, 40))
 _COMPANY_NEW = (1, 1, 2, 5, 1, 3)
 _MANY_LAYERS = 8
 _LAYERS_SECONDS = 0.25
 """If all layers of a case would take longer, only some of them are run."""
 _COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
+_STATE_KINDS = frozenset(kind.value for kind in STATE_KINDS)
+_MOST_STATE_BYTES = 2 << 30
+"""The most bytes of states: unlike pages, all of them are filled."""
 MOST_POOL_BYTES = 9 << 30
 """The largest pool. Only the pages that rows use are touched."""
 
@@ -50,10 +77,10 @@ class Case:
     """The estimated time of a case with a larger pool is very high."""
 
     def number(self, dimension: Dimension) -> int:
-        return int(self.values[dimension])
+        return int(self.values.get(dimension, _MEANINGLESS.get(dimension, 0)))
 
     def name(self, dimension: Dimension) -> str:
-        return str(self.values[dimension])
+        return str(self.values.get(dimension, _MEANINGLESS.get(dimension, "")))
 
     def changed(self, dimension: Dimension, value: Value) -> Case:
         return replace(self, values={**self.values, dimension: value})
@@ -65,6 +92,11 @@ class Case:
     @property
     def window(self) -> int | None:
         return self.number(Dimension.WINDOW) if Feature.WINDOW.value in self.features else None
+
+    @property
+    def top_k(self) -> int | None:
+        """The number of tokens that are chosen, if any are."""
+        return self.number(Dimension.TOP_K) or None
 
     @property
     def is_transient(self) -> bool:
@@ -133,9 +165,21 @@ class Case:
         """The rows with their masks. The main row and every second other row have the case's mask."""
         is_same = self.name(Dimension.COMPANY) == Company.SAME.value
         return tuple(
-            self._masked(*lengths) if is_same or place % 2 or place == self.main_row else Row(*lengths)
+            self._keeping(self._masked(*lengths)) if is_same or place % 2 or place == self.main_row else Row(*lengths)
             for place, lengths in enumerate(self.lengths)
         )
+
+    def _keeping(self, row: Row) -> Row:
+        """Returns the row with the states that it keeps besides the last one."""
+        match self.name(Dimension.KEPT):
+            case KeptStates.GUESSES.value:
+                return replace(row, candidates=max(1, min(row.query_len, MOST_GUESSES)))
+            case KeptStates.CHECKPOINTS.value if row.query_len > 1:
+                draw = random.Random(f"kept {self.seed} {row.query_len}")
+                inside = range(row.query_len - 1)
+                return replace(row, checkpoints=tuple(sorted(draw.sample(inside, min(len(inside), MOST_INSIDE)))))
+            case _:
+                return row
 
     def _masked(self, context_len: int, query_len: int) -> Row:
         match self.name(Dimension.MASK):
@@ -182,6 +226,12 @@ class Case:
         return self.name(Dimension.PAGE_ORDER) if pages > 2 and not self.is_transient else IN_ORDER
 
     @property
+    def _kept(self) -> str:
+        """The states that the rows keep as they are: a row of one token has only one."""
+        keeps = any(row.checkpoints or row.candidates > 1 for row in self.rows)
+        return self.name(Dimension.KEPT) if keeps and not self.is_transient else KeptStates.LAST.value
+
+    @property
     def _company(self) -> str:
         """The company of the rows as they are: rows that should be shorter may turn out to have equal lengths."""
         is_same = len(self.lengths) > 1 and len(self._alike) == 1
@@ -195,8 +245,11 @@ class Case:
             Dimension.PAGE_ORDER: self._page_order,
             Dimension.SHARING: (Sharing.PREFIX if self.shared_pages else Sharing.NONE).value,
             Dimension.COMPANY: self._company,
+            Dimension.KEPT: self._kept,
+            Dimension.SLOT_ORDER: IN_ORDER if self.is_transient else self.name(Dimension.SLOT_ORDER),
         }
-        point = {**self.values, **derived}
+        known = {*self.values, Dimension.STEP_TOKENS}
+        point = {**self.values, **{each: value for each, value in derived.items() if each in known}}
         if self.window is None:
             point.pop(Dimension.WINDOW, None)
         return point
@@ -216,6 +269,9 @@ class Case:
 
     @property
     def num_q_heads(self) -> int:
+        """The channels of a convolution stand beside each other as heads do."""
+        if self.name(Dimension.KIND) == SpecKind.CONVOLUTION.value:
+            return self.number(Dimension.HEAD_DIM)
         return self.number(Dimension.KEY_HEADS) * self.number(Dimension.GROUP_SIZE)
 
     @property
@@ -239,12 +295,62 @@ class Case:
     def _num_entries(self) -> int:
         return sum(count * (context + new) for (context, new), count in self._alike.items())
 
+    @property
+    def _is_index(self) -> bool:
+        return self.name(Dimension.KIND) == SpecKind.INDEX.value
+
+    @property
+    def _is_recurrent(self) -> bool:
+        return self.name(Dimension.KIND) in _STATE_KINDS
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a state in one layer, without the tail of a convolution that is not alone."""
+        if self.name(Dimension.KIND) == SpecKind.CONVOLUTION.value:
+            return self.number(Dimension.HEAD_DIM) * self.number(Dimension.CONV_WIDTH)
+        return self.num_q_heads * self.number(Dimension.HEAD_DIM) * self.number(Dimension.VALUE_DIM)
+
+    @property
+    def states_per_row(self) -> int:
+        """The state that a row reads, and those that it writes."""
+        return 1 + (MOST_GUESSES if self.name(Dimension.KEPT) == KeptStates.GUESSES.value else 1) + self.goes_on
+
+    @property
+    def max_checkpoints(self) -> int:
+        return sum(len(row.checkpoints) for row in self.rows)
+
+    @property
+    def num_state_rows(self) -> int:
+        """The rows of the case, of padding and of the steps before and beside it."""
+        return len(self.lengths) + self.padding[0] + (2 * len(OTHERS) if self.has_others else 0)
+
+    @cached_property
+    def _state_seconds(self) -> float:
+        """The estimated time of a case of layers with states."""
+        layers, compared, tokens = len(self.run_layers()), len(self.compared_layers()), self.num_tokens
+        slots = 1 + self.num_state_rows * self.states_per_row + self.max_checkpoints
+        pool = 4 * slots * self.state_size * self.number(Dimension.LAYERS)
+        oracle = tokens * (1.5e-4 + 2e-8 * self.state_size)
+        # Only the last layer is compared for all of many rows.
+        compared_whole = 1 + (compared - 1) * min(1.0, 24 / len(self.lengths))
+        computed = self._layer_seconds * layers + oracle * compared_whole
+        steps = 1 + self.has_others + self.goes_on
+        too_large = pool / 1e8 if pool > min(self.most_pool_bytes, _MOST_STATE_BYTES) else 0.0
+        return 0.008 * steps + computed * (1 + self.goes_on) + 4e-9 * pool + too_large
+
     @cached_property
     def _layer_seconds(self) -> float:
         """The estimated time of one layer, without the oracle."""
+        if self._is_recurrent:
+            return 1e-3 + 1e-4 * len(self.lengths) + 1.5e-8 * self.num_tokens * self.state_size
         size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
         scores = sum(count * new * (context + new) for (context, new), count in self._alike.items())
         entries = self._num_entries
+        if self._is_index:
+            return 1e-3 + 2e-4 * len(self.lengths) + scores * (5e-10 * heads * size + 4e-8) + 4e-8 * entries * size
+        if self.top_k is not None and self.main_len > self.top_k:
+            read = self.num_tokens * self.top_k
+            return 1e-3 + 2e-4 * len(self.lengths) + read * (2.5e-10 * heads * (2 * size + 90) + 4e-9 * size)
         made = size * size // 8 * heads if self.name(Dimension.KIND) == SpecKind.LATENT.value else 0
         arithmetic = 2.5e-10 * (scores * heads * (2 * size + (90 if self._is_composed else 20)) + entries * made)
         moved = 4e-8 * (entries * self._entry_size + self.num_tokens * heads * size)
@@ -253,11 +359,16 @@ class Case:
     @cached_property
     def seconds(self) -> float:
         """The estimated time on one core."""
+        if self._is_recurrent:
+            return self._state_seconds
         layers, compared = len(self.run_layers()), len(self.compared_layers())
         size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
         made = 0.0
         if self.name(Dimension.KIND) == SpecKind.LATENT.value:
             made = 1e-10 * size * size * heads * self.main_len
+        if self.top_k is not None:
+            # The oracle ranks the entries of every query, and draws choices of all of them.
+            made += 2e-6 * self.main_len + 2e-7 * self.num_tokens * self.main_len
         oracle = compared * (3e-9 * self._num_entries * heads * size + 1e-3 * min(len(self.lengths), 32) + made)
         filled = self._pool_bytes * self.needed_pages // self.num_pages
         # Added time keeps cases away from pools for which a machine may not have the memory.

@@ -24,9 +24,9 @@ from sightline.attention.capability import ANY, Capability, Requirement, Work
 from sightline.attention.coverage import Coverage, Demand, Gap
 from sightline.attention.declared_rows import row_labels
 from sightline.attention.dimensions import Dimension, Span
+from sightline.attention.groups import LayerGroup
 from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
 from sightline.attention.selection import Candidate, Selection
-from sightline.attention.spec import LayerGroup
 from sightline.core.config import PADDING_PAGES, EngineConfig, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.ledger import Ledger
@@ -36,8 +36,8 @@ from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_description
 from sightline.models.registry import define_embedder, define_model
-from sightline.runner.build import Blueprint, draw_up, requirement, usage_of
-from sightline.runner.demand import AttentionUsage
+from sightline.runner.build import Blueprint, draw_up, usage_of
+from sightline.runner.demand import AttentionUsage, requirement
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
@@ -313,7 +313,8 @@ def _cover(duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, se
 
 def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Demand:
     """Widens a demand to the largest pool that the engine could have on this device."""
-    if Dimension.POOL_SLOTS not in demand.scales:
+    # A group that keeps states has no pools to widen.
+    if Dimension.POOL_SLOTS not in demand.scales or not _slot_bytes(config, group):
         return demand
     wanted = demand.scales[Dimension.POOL_SLOTS].high
     pages = config.max_rows * -(-config.max_model_len // config.page_size) + PADDING_PAGES
@@ -333,7 +334,7 @@ def _free_bytes(device: Device) -> int:
 def _slot_bytes(config: ResolvedConfig, group: LayerGroup) -> int:
     """Returns the cache bytes of one token in all layers of the group."""
     pools = group.cache_spec(config.cache_dtype).pools
-    return sum(pool.elements_per_token for pool in pools) * config.cache_dtype.itemsize
+    return sum(pool.bytes_per_token for pool in pools)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -17,7 +17,21 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.dimensions import IN_ORDER, Company, Dimension, Reuse, Sharing, Span, Value, possible_span
+from sightline.attention.dimensions import (
+    IN_ORDER,
+    PLAIN_FEATURES,
+    Company,
+    Dimension,
+    KeptStates,
+    Reuse,
+    Sharing,
+    Span,
+    Value,
+    can_meet,
+    features_name,
+    is_sparse,
+    possible_span,
+)
 from sightline.attention.spec import Feature
 from sightline.testing.conformance.cases import TIGHT, Case
 from sightline.testing.conformance.domains import Domains, borders
@@ -41,12 +55,18 @@ _PLAIN_NUMBERS = {
     Dimension.WINDOW: 9,
     Dimension.POOL_SLOTS: TIGHT,
 }
+_ANY_PAGE = 16
+"""The page size, for layers whose states have none."""
 _STAIRS = (2, 3, 4, 6, 8)
 """New tokens per row in steps with the most rows: many tokens in a step, few in a row."""
 _CROWD = 8
 """Rows with the longest context, and the divisor of that context for the most rows: steps of many keys."""
 _COMPILED_FOR = (
     Dimension.HEAD_DIM,
+    Dimension.VALUE_DIM,
+    Dimension.CONV_WIDTH,
+    Dimension.UNIT_KEYS,
+    Dimension.TOP_K,
     Dimension.GROUP_SIZE,
     Dimension.DTYPE,
     Dimension.CACHE_DTYPE,
@@ -59,7 +79,10 @@ _COSTLY = frozenset(
         Dimension.SHARING,
         Dimension.GROUP_SIZE,
         Dimension.HEAD_DIM,
+        Dimension.VALUE_DIM,
+        Dimension.TOP_K,
         Dimension.PAGE_SIZE,
+        Dimension.KEPT,
         Dimension.REUSE,
     }
 )
@@ -122,6 +145,9 @@ class _Builder:
         several = [int(size) for size in self._domains.values[Dimension.GROUP_SIZE] if int(size) > 1]
         if self._has_one_key_head and several:
             cheapest[Dimension.GROUP_SIZE] = min(several)
+        if Dimension.TOP_K in cheapest:
+            # The choice of a single token says little.
+            cheapest[Dimension.TOP_K] = self._domains.values[Dimension.TOP_K][0]
         return cheapest
 
     @property
@@ -222,7 +248,8 @@ class _Builder:
 
     def _with_known_spec(self, chosen: dict[Dimension, Value]) -> dict[Dimension, Value]:
         """Adds the spec of another case to the chosen values, if one fits."""
-        specs = [dict(zip(_COMPILED_FOR, values, strict=True)) for values in sorted(self._compiled, key=str)]
+        known = [each for each in _COMPILED_FOR if each in self._domains.values]
+        specs = [dict(zip(known, values, strict=True)) for values in sorted(self._compiled, key=str)]
         fitting = [spec for spec in specs if all(spec.get(each, value) == value for each, value in chosen.items())]
         return {**chosen, **self._draw.choice(fitting)} if fitting else chosen
 
@@ -282,7 +309,8 @@ class _Builder:
 
     def _plain_number(self, scale: Dimension, chosen: Mapping[Dimension, Value]) -> int:
         span = self._domains.scales[scale]
-        page = int(chosen.get(Dimension.PAGE_SIZE, max(map(int, self._domains.values[Dimension.PAGE_SIZE]))))
+        pages = self._domains.values.get(Dimension.PAGE_SIZE, (_ANY_PAGE,))
+        page = int(chosen.get(Dimension.PAGE_SIZE, max(map(int, pages))))
         plain = 2 * page + 5 if scale is Dimension.CONTEXT else _PLAIN_NUMBERS[scale]
         return plain if plain == TIGHT else min(max(plain, span.low), span.high)
 
@@ -309,6 +337,8 @@ class _Builder:
         page = int(chosen.get(Dimension.PAGE_SIZE, 1))
         goes_on = chosen.get(Dimension.REUSE) == Reuse.GOES_ON.value
         is_transient = chosen.get(Dimension.POLICY) == CachePolicy.TRANSIENT.value
+        keeps = chosen.get(Dimension.KEPT) not in (None, KeptStates.LAST.value)
+        in_slots = chosen.get(Dimension.SLOT_ORDER) not in (None, IN_ORDER)
         wrong = (
             company == Company.ALONE.value and (shares or rows not in (None, 1)),
             company not in (None, Company.ALONE.value) and rows == 1,
@@ -316,22 +346,37 @@ class _Builder:
             is_transient and (shares or is_ordered or context not in (None, 0)),
             goes_on and (is_transient or context == 0),
             is_ordered and context is not None and new is not None and int(context) + int(new) <= 2 * page,
+            is_transient and (keeps or in_slots),
+            keeps and new == 1,
         )
-        return not any(wrong)
+        choice = [(each, chosen[each]) for each in (Dimension.FEATURES, Dimension.TOP_K) if each in chosen]
+        return not any(wrong) and (len(choice) < 2 or can_meet(*choice))
 
     def _completed(self, chosen: Mapping[Dimension, Value]) -> Case:
         """Returns a case with the chosen values and otherwise plain and cheap ones."""
         values = dict(chosen)
-        page = self._domains.values[Dimension.PAGE_SIZE][0]
-        values.setdefault(Dimension.PAGE_SIZE, page)
+        if Dimension.PAGE_SIZE in self._domains.values:
+            values.setdefault(Dimension.PAGE_SIZE, self._domains.values[Dimension.PAGE_SIZE][0])
         for scale in self._domains.scales:
             if scale not in DERIVED:
                 values.setdefault(scale, self._plain_number(scale, values))
         if Dimension.WINDOW in chosen:
             able = self._domains.values[Dimension.FEATURES]
             values.setdefault(Dimension.FEATURES, next(value for value in able if _has_window(value)))
+        self._settle_choice(values)
         values = {**self._cheapest, **values}
         return Case(repaired(values), seed=len(self._cases), most_pool_bytes=self._domains.most_pool_bytes)
+
+    def _settle_choice(self, values: dict[Dimension, Value]) -> None:
+        """Adds whether tokens are chosen to how many are, or the reverse, if only one of them is there."""
+        for given, missing in ((Dimension.TOP_K, Dimension.FEATURES), (Dimension.FEATURES, Dimension.TOP_K)):
+            if given in values and missing not in values and missing in self._domains.values:
+                able = [
+                    value
+                    for value in self._domains.values[missing]
+                    if can_meet((given, values[given]), (missing, value))
+                ]
+                values[missing] = able[0] if able else self._cheapest[missing]
 
     def _crowd(self, rows: int, new: int, context: int) -> Case:
         """Returns a case of many equal rows, within the domains, and otherwise plain values."""
@@ -352,7 +397,7 @@ class _Builder:
             values: dict[Dimension, Value] = {
                 dimension: self._draw.choice(options) for dimension, options in self._domains.values.items()
             }
-            page = int(values[Dimension.PAGE_SIZE])
+            page = int(values.get(Dimension.PAGE_SIZE, _ANY_PAGE))
             for scale, span in self._domains.scales.items():
                 if scale not in DERIVED:
                     values[scale] = self._number_within(scale, span, page)
@@ -387,15 +432,25 @@ def repaired(values: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
     fixed = dict(values)
     if fixed[Dimension.POLICY] == CachePolicy.TRANSIENT.value:
         fixed[Dimension.CONTEXT] = 0
-        fixed[Dimension.PAGE_ORDER] = IN_ORDER
+        fixed |= {order: IN_ORDER for order in (Dimension.PAGE_ORDER, Dimension.SLOT_ORDER) if order in fixed}
+        if Dimension.KEPT in fixed:
+            fixed[Dimension.KEPT] = KeptStates.LAST.value
     if fixed[Dimension.COMPANY] == Company.ALONE.value:
         fixed[Dimension.ROWS] = 1
     elif fixed[Dimension.ROWS] == 1:
         fixed[Dimension.COMPANY] = Company.ALONE.value
     if fixed[Dimension.REUSE] == Reuse.GOES_ON.value and fixed[Dimension.CONTEXT] == 0:
         fixed[Dimension.REUSE] = Reuse.AFTER_OTHERS.value
-    if fixed[Dimension.ROWS] == 1 or int(fixed[Dimension.CONTEXT]) < int(fixed[Dimension.PAGE_SIZE]):
+    if Dimension.SHARING in fixed and (
+        fixed[Dimension.ROWS] == 1 or int(fixed[Dimension.CONTEXT]) < int(fixed[Dimension.PAGE_SIZE])
+    ):
         fixed[Dimension.SHARING] = Sharing.NONE.value
+    if Dimension.KEPT in fixed and int(fixed[Dimension.NEW_TOKENS]) == 1:
+        fixed[Dimension.KEPT] = KeptStates.LAST.value
+    if fixed.get(Dimension.TOP_K) == 0 or not is_sparse(fixed[Dimension.FEATURES]):
+        features = {each for each in str(fixed[Dimension.FEATURES]).split("+") if each != Feature.SPARSE.value}
+        fixed[Dimension.FEATURES] = features_name(features - {PLAIN_FEATURES})
+        fixed |= {Dimension.TOP_K: 0} if Dimension.TOP_K in fixed else {}
     if not _has_window(fixed[Dimension.FEATURES]):
         fixed.pop(Dimension.WINDOW, None)
     return fixed

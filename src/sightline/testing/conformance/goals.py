@@ -106,7 +106,7 @@ class Goals:
         must_have = _impossible_without(
             layers=most[Dimension.LAYERS],
             rows=most[Dimension.ROWS],
-            q_heads=most[Dimension.KEY_HEADS] * max(map(int, self.domains.values[Dimension.GROUP_SIZE])),
+            q_heads=self.domains.most_q_heads,
             context=most[Dimension.CONTEXT],
             main_len=most[Dimension.CONTEXT] + most[Dimension.NEW_TOKENS],
             policies=set(self.domains.values[Dimension.POLICY]),

@@ -1,4 +1,4 @@
-"""Softmax attention and latent attention as the kit tries them, and which of them stands for which kind.
+"""Softmax attention and latent attention as the kit tries them, and the problem of each kind of spec.
 
 For latent attention, a capability row's head dimension is the size of an entry [latent | rope], and its group size is
 the number of heads: all of them read the one entry.
@@ -13,20 +13,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sightline.attention.capability import ANY
 from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.oracle.attention import attend_latent_row, attend_row
-from sightline.attention.spec import SOFTMAX_ONLY, Feature, LatentSpec, SoftmaxSpec, SpecKind
-from sightline.testing.conformance.problem import Entries, Normal, Problem, needle_score
+from sightline.attention.spec import (
+    LATENT_ONLY,
+    RECURRENT_ONLY,
+    SOFTMAX_ONLY,
+    Feature,
+    LatentSpec,
+    SoftmaxSpec,
+    SpecKind,
+)
+from sightline.testing.conformance.index_problem import IndexProblem, beside_nan
+from sightline.testing.conformance.problem import Entries, EntryProblem, ExpandedDims, Normal, Problem, needle_score
+from sightline.testing.conformance.state_problems import ConvolutionProblem, RecurrentProblem
 
 _LARGE = 256
 """Larger entries are divided as in DeepSeek's models: 64 rotated elements, and equal head sizes."""
 
 
-class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
+class SoftmaxProblem(EntryProblem[SoftmaxSpec, SoftmaxInputs]):
     """Softmax attention: query heads share key heads, and keys and values are cached in two planes."""
 
     kind: ClassVar[SpecKind] = SpecKind.SOFTMAX
-    features: ClassVar[frozenset[Feature]] = frozenset(Feature)
+    features: ClassVar[frozenset[Feature]] = frozenset(Feature) - RECURRENT_ONLY - LATENT_ONLY
     per_token: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     more_head_dims: ClassVar[tuple[int, ...]] = ()
     query_names: ClassVar[tuple[str, ...]] = ("q",)
@@ -35,11 +46,18 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
     roundings: ClassVar[int] = 1
     half_slack: ClassVar[float] = 1.0
 
-    def plain(self, head_dims: Sequence[int], group_sizes: Sequence[int]) -> SoftmaxSpec:
+    def plain(
+        self, head_dims: Sequence[int], group_sizes: Sequence[int], expanded_dims: ExpandedDims = ANY
+    ) -> SoftmaxSpec:
+        del expanded_dims
         return self.spec(head_dims[0], group_sizes[0], 2)
 
-    def spec(self, head_dim: int, group_size: int, kv_heads: int) -> SoftmaxSpec:
+    def spec(self, head_dim: int, group_size: int, kv_heads: int, expanded_dims: ExpandedDims = ANY) -> SoftmaxSpec:
+        del expanded_dims
         return SoftmaxSpec(group_size * kv_heads, kv_heads, head_dim, head_dim**-0.5)
+
+    def another(self, spec: SoftmaxSpec) -> SoftmaxSpec:
+        return replace(spec, scale=spec.scale / 2)
 
     def describe(self, spec: SoftmaxSpec) -> str:
         extras = [f"window {spec.window}"] if spec.window is not None else []
@@ -111,15 +129,15 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
         yield "heads that lie apart", replace(inputs, q=q, k=k, v=v)
 
 
-class LatentProblem(Problem[LatentSpec, LatentInputs]):
+class LatentProblem(EntryProblem[LatentSpec, LatentInputs]):
     """Latent attention: one entry [latent | rope] per token, from which every head makes its keys and values.
 
     Small specs have no two dimensions alike.
     """
 
     kind: ClassVar[SpecKind] = SpecKind.LATENT
-    features: ClassVar[frozenset[Feature]] = frozenset(Feature) - SOFTMAX_ONLY
-    per_token: ClassVar[tuple[str, ...]] = ("q_nope", "q_rope", "latent", "k_rope")
+    features: ClassVar[frozenset[Feature]] = frozenset(Feature) - SOFTMAX_ONLY - RECURRENT_ONLY
+    per_token: ClassVar[tuple[str, ...]] = ("q_nope", "q_rope", "latent", "k_rope", "chosen")
     more_head_dims: ClassVar[tuple[int, ...]] = (576,)
     query_names: ClassVar[tuple[str, ...]] = ("q_nope", "q_rope")
     key_name: ClassVar[str] = "k_rope"
@@ -129,22 +147,29 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
     half_slack: ClassVar[float] = 1.25
     """With few keys, rounding a score is visible in the output: 3 of 400,000 numbers were beyond the tolerance."""
 
-    def plain(self, head_dims: Sequence[int], group_sizes: Sequence[int]) -> LatentSpec:
+    def plain(
+        self, head_dims: Sequence[int], group_sizes: Sequence[int], expanded_dims: ExpandedDims = ANY
+    ) -> LatentSpec:
+        del expanded_dims
         several = [size for size in group_sizes if size > 1]
         return self.spec(head_dims[0], (several or group_sizes)[0], 1)
 
-    def spec(self, head_dim: int, group_size: int, kv_heads: int) -> LatentSpec:
-        del kv_heads
+    def spec(self, head_dim: int, group_size: int, kv_heads: int, expanded_dims: ExpandedDims = ANY) -> LatentSpec:
+        del kv_heads, expanded_dims
         rope_dim = 64 if head_dim > _LARGE else max(1, head_dim // 4)
         latent_dim = head_dim - rope_dim
         nope_dim = max(1, latent_dim // 4)
         value_dim = nope_dim if head_dim > _LARGE else nope_dim + 2
         return LatentSpec(group_size, latent_dim, rope_dim, nope_dim, value_dim, (nope_dim + rope_dim) ** -0.5)
 
+    def another(self, spec: LatentSpec) -> LatentSpec:
+        return replace(spec, scale=spec.scale / 2)
+
     def describe(self, spec: LatentSpec) -> str:
         return (
             f"{spec.num_q_heads} heads of {spec.nope_dim} + {spec.rope_dim} and {spec.value_dim} on entries of "
             f"{spec.latent_dim} + {spec.rope_dim}, scale {spec.scale:.4g}"
+            f"{'' if spec.top_k is None else f', {spec.top_k} of them chosen'}"
         )
 
     def random_inputs(self, spec: LatentSpec, num_tokens: int, normal: Normal) -> LatentInputs:
@@ -204,12 +229,14 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
         q_nope, q_rope = _parts_of_one(device, -1, inputs.q_nope, inputs.q_rope)
         latent, k_rope = _parts_of_one(device, -1, inputs.latent, inputs.k_rope)
         key_up, value_up = _parts_of_one(device, 1, inputs.key_up, inputs.value_up)
-        yield "inputs that are parts of one tensor", LatentInputs(q_nope, q_rope, latent, k_rope, key_up, value_up)
+        chosen = None if inputs.chosen is None else inputs.chosen.to(device)
+        parts = LatentInputs(q_nope, q_rope, latent, k_rope, key_up, value_up, chosen)
+        yield "inputs that are parts of one tensor", parts
         whole = torch.cat((inputs.q_nope, inputs.q_rope), dim=-1).to(device)
         q_nope, q_rope = whole.split_with_sizes([inputs.q_nope.shape[-1], inputs.q_rope.shape[-1]], dim=-1)
-        yield "queries that are whole heads", LatentInputs(q_nope, q_rope, latent, k_rope, key_up, value_up)
-        apart = {name: _beside_nan(tensor, device) for name, tensor in vars(inputs).items()}
-        yield "heads that lie apart", replace(inputs, **apart)
+        yield "queries that are whole heads", replace(parts, q_nope=q_nope, q_rope=q_rope)
+        apart = {name: beside_nan(tensor, device) for name, tensor in vars(inputs).items() if name != "chosen"}
+        yield "heads that lie apart", replace(inputs, **apart, chosen=chosen)
 
 
 def _absorbed(inputs: LatentInputs) -> Tensor:
@@ -224,11 +251,7 @@ def _parts_of_one(device: torch.device, dim: int, one: Tensor, two: Tensor) -> t
     return wide.narrow(dim, 0, one.shape[dim]), wide.narrow(dim, one.shape[dim], two.shape[dim])
 
 
-def _beside_nan(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on the device, with NaN between its rows in memory."""
-    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-2).to(device).select(-2, 0)
-
-
 PROBLEMS: Mapping[SpecKind, Problem[Any, Any]] = {
-    problem.kind: problem for problem in (SoftmaxProblem(), LatentProblem())
+    problem.kind: problem
+    for problem in (SoftmaxProblem(), LatentProblem(), RecurrentProblem(), ConvolutionProblem(), IndexProblem())
 }

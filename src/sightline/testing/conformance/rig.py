@@ -16,14 +16,18 @@ from torch import Tensor
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
+from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.oracle.attention import stored_entries
 from sightline.attention.planner import Planner
-from sightline.attention.spec import AttentionSpec, Feature, Lenders, SpecKind, group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SpecKind
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
-from sightline.cache.pools import CacheLimits, CacheStore, Pool
+from sightline.cache.pools import CacheLimits, Pool
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
-from sightline.core.batch import CAUSAL, CONTEXT, Batch, MaskKind, RowMask, RowWork
+from sightline.cache.states import StatePool, StateTable
+from sightline.cache.store import CacheStore
+from sightline.core.batch import CAUSAL, CONTEXT, PADDING_SLOT, Batch, MaskKind, RowMask, RowWork
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.kernels.cpu.program import inline_launcher
@@ -71,6 +75,10 @@ class Row:
     mask: RowMask = CAUSAL
     positions: tuple[int, ...] | None = None
     """Positions of the new tokens; None if they follow the context one by one."""
+    checkpoints: tuple[int, ...] = ()
+    """New tokens, by number, behind which a state is kept for others. Entries are kept in any case."""
+    candidates: int = 1
+    """How many of the last new tokens keep the state behind them: more than 1 if they are guesses."""
 
     @property
     def seq_len(self) -> int:
@@ -108,7 +116,7 @@ SCALES = (0.5, 0.25, 2.0, 0.125)
 """Scales of the first layer's keys and values, the second layer's keys and values, and so on, repeated. Powers of two:
 dividing, and multiplying by the reciprocal, then store the same bits."""
 
-_GIVES_KEYS = ("k", "entry")
+_GIVES_KEYS = ("k", "entry", "key")
 """Planes from which scores come. A key far from all others could have no weight, and reading it would go unnoticed."""
 
 
@@ -160,7 +168,11 @@ class RigSetting:
     num_pages: int | None = None
     """None for enough pages for all rows at their longest."""
     pages_passed_over: int = 0
-    """Pages at the beginning of a pool that are allocated last if pages are in order."""
+    """Pages, and state slots, at the beginning that are allocated last if they are in order."""
+    states_per_row: int = 12
+    """States that a row of a layer with states may hold at once."""
+    max_checkpoints: int = 16
+    """States that are kept for others beside those."""
 
 
 class AttentionRig:
@@ -179,18 +191,26 @@ class AttentionRig:
         self.setting = setting
         self.device = subject.device.torch_device
         self.lenders = lenders or {}
-        self.groups = group_layers(specs, lenders=lenders)
+        self.groups = _groups(specs, lenders)
         pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
         cache_dtype = setting.cache_dtype or setting.dtype
         scales = self._scales() if cache_dtype in SCALED_DTYPES else None
         self.store = CacheStore(
             [group.cache_spec(cache_dtype, scales) for group in self.groups],
-            CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
+            CacheLimits(
+                pages,
+                setting.page_size,
+                setting.max_rows,
+                setting.max_seq_len,
+                setting.states_per_row,
+                setting.max_checkpoints,
+            ),
             self.device,
         )
-        self._is_large = max(pool.num_bytes for pool in self.store.pools) > _FILLED_BYTES
+        self._is_large = max([pool.num_bytes for pool in self.store.pools], default=0) > _FILLED_BYTES
         if not self._is_large:
             fill_pools(self.store, setting.unused)
+        fill_states(self.store, setting.unused)
         arrange_free_pages(self.store, setting.layout, passed_over=setting.pages_passed_over)
         self.workspace = self._make_workspace()
         self.planner = self._make_planner(self.workspace)
@@ -228,7 +248,15 @@ class AttentionRig:
                 cache := self.store.cache(group.owner),
                 self.subject.backend(
                     BackendContext(
-                        group.name, group.spec, cache, workspace, limits, setting.dtype, self.device, inline_launcher()
+                        group.name,
+                        group.spec,
+                        cache,
+                        workspace,
+                        limits,
+                        setting.dtype,
+                        self.device,
+                        inline_launcher(),
+                        ResidentEntries(cache),
                     )
                 ),
                 self.subject.capability,
@@ -276,6 +304,13 @@ class AttentionRig:
                 self.store.grow_row(table_row, min(length, row.num_entries))
             growing = [(table_row, row) for table_row, row in growing if row.num_entries > length]
 
+    @property
+    def state_table(self) -> StateTable:
+        """The states of all rows. Only a rig of layers with states has one."""
+        table = self.store.main.states
+        assert table is not None, "layers with states have a table of them"
+        return table
+
     def batch(self, rows: Sequence[Row], table_rows: Sequence[int]) -> Batch:
         return assemble(row_work(rows, table_rows), self.store)
 
@@ -287,11 +322,35 @@ class AttentionRig:
                 return pool, group.pool_layers[group.layers.index(layer)]
         raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
 
+    def states_of(self, layer: int) -> tuple[StatePool, int]:
+        """Returns the states of a layer's group, and the index of the layer there."""
+        for group in self.groups:
+            if layer in group.layers:
+                return self.store.cache(group.name).states, group.layers.index(layer)
+        raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
+
+
+def _groups(specs: Sequence[AttentionSpec], lenders: Lenders | None) -> tuple[LayerGroup, ...]:
+    """The groups of layers, or of indexers. Choices that layers read are given, and need no indexers."""
+    indexers = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, IndexSpec)}
+    if indexers:
+        return group_layers([None] * len(specs), indexers=indexers)
+    assumed = {layer: IndexSpec(1, 1, spec.top_k) for layer, spec in enumerate(specs) if spec.top_k is not None}
+    return tuple(group for group in group_layers(specs, lenders=lenders, indexers=assumed) if not group.chooses)
+
 
 def row_work(rows: Sequence[Row], table_rows: Sequence[int]) -> list[RowWork]:
     """Returns the rows as the runner's batching takes them."""
     return [
-        RowWork(table_row, [1] * row.query_len, row.context_len, row.query_len > 0, row.mask, row.positions)
+        RowWork(
+            table_row,
+            [1] * row.query_len,
+            row.context_len,
+            row.query_len > 0,
+            row.mask,
+            row.positions,
+            num_candidates=row.candidates,
+        )
         for row, table_row in zip(rows, table_rows, strict=True)
     ]
 
@@ -312,6 +371,22 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
             for layer, scale in enumerate(pool.scales(plane.name)):
                 stored = stored_entries(noise, entries.dtype, scale).to(entries.device)
                 as_bytes(entries[layer]).copy_(as_bytes(stored).index_select(0, chosen))
+
+
+def fill_states(store: CacheStore, unused: Unused) -> None:
+    """Fills every state slot but slot 0, unless they are so many that filling them would take long."""
+    generator = torch.Generator().manual_seed(13)
+    for states in [group.states for network in store.networks for group in network.groups]:
+        if states.num_bytes > _FILLED_BYTES:
+            continue
+        for plane in states.spec.planes:
+            numbers = states.plane(plane.name)[:, PADDING_SLOT + 1 :]
+            if unused is Unused.NAN:
+                numbers.fill_(torch.nan)
+                continue
+            noise = torch.randn(_NOISE_ENTRIES, *plane.shape, generator=generator).sign() * GARBAGE_VALUE
+            chosen = torch.arange(numbers.shape[1], device=numbers.device) % _NOISE_ENTRIES
+            numbers.copy_(noise.to(numbers.device)[chosen])
 
 
 def as_bytes(plane: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ class Samples:
     head_dims: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
     group_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     page_sizes: tuple[int, ...] = (16, 1, 3, 32, 64, 128)
+    value_dims: tuple[int, ...] = (16, 64, 80, 128)
+    """Value dimensions of recurrent layers."""
+    top_ks: tuple[int, ...] = (8, 1, 64, 2048)
+    """Numbers of chosen tokens; rows do not declare any."""
 
     def of_head_dims(self, row: Capability) -> tuple[int, ...]:
         return _values(row.head_dims, self.head_dims)
@@ -35,11 +39,13 @@ class Samples:
             _joined(self.head_dims, head_dims),
             _joined(self.group_sizes, group_sizes),
             _joined(self.page_sizes, page_sizes),
+            self.value_dims,
+            self.top_ks,
         )
 
     def for_problem(self, problem: Problem[Any, Any]) -> Samples:
         """Returns these samples followed by those of a kind of attention."""
-        return self.and_more(problem.more_head_dims)
+        return self.and_more(problem.more_head_dims, problem.more_group_sizes)
 
     def not_listed(self, row: Capability) -> tuple[str, ...]:
         """Describes the values, other than the usual ones, that the row does not declare."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from sightline.attention.dimensions import Point
+from sightline.attention.groups import Lenders
 from sightline.attention.oracle.dtypes import _DTYPES, cache_dtypes, compute_dtypes
-from sightline.attention.spec import AttentionSpec, Feature, Lenders, SpecKind
+from sightline.attention.spec import ENTRY_KINDS, STATE_KINDS, AttentionSpec, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
+from sightline.testing.conformance.index_steps import IndexStep
+from sightline.testing.conformance.layer_step import Asked, HostOutput, LayerStep
 from sightline.testing.conformance.problem import Problem
 from sightline.testing.conformance.rig import (
     GARBAGE_VALUE,
@@ -34,13 +37,19 @@ from sightline.testing.conformance.rig import (
     Unused,
 )
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.steps import Asked, HostOutput, Step
+from sightline.testing.conformance.state_steps import StateStep
+from sightline.testing.conformance.steps import Step
 
 _T = TypeVar("_T")
 _TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Absolute and relative error that rounding weights and outputs once may cause, with a margin."""
 _LSE_TOLERANCE = 1e-4
 """The LSE is float32 whatever the dtype of the inputs: only scores are rounded."""
+
+
+_PAGED_STEPS: Mapping[SpecKind, type[Step]] = {**dict.fromkeys(ENTRY_KINDS, Step), SpecKind.INDEX: IndexStep}
+STEPS: Mapping[SpecKind, type[LayerStep]] = {**_PAGED_STEPS, **dict.fromkeys(STATE_KINDS, StateStep)}
+"""The steps of each kind."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - the name is the condition
@@ -98,7 +107,8 @@ class Trial:
         """By default in the row's first dtype, with a cache of the same dtype if the row declares it."""
         self.subject = subject
         self.row = subject.capability
-        self.problem = subject.problem
+        self.problem: Any = subject.problem
+        """The problem of the subject's kind."""
         self.features = subject.features
         """Features that the row declares and the kind of attention has."""
         self.effort = effort
@@ -117,12 +127,28 @@ class Trial:
         exact_scores = self.problem.roundings == 1
         self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, rounded)
         self.page_size = samples.of_page_sizes(self.row)[0]
-        self.plain: Any = self.problem.plain(samples.of_head_dims(self.row), samples.of_group_sizes(self.row))
+        plain = self.problem.plain(
+            samples.of_head_dims(self.row), samples.of_group_sizes(self.row), self.row.expanded_dims
+        )
+        self.plain: Any = self.problem.having(plain, self.row.only_with)
         """The plainest spec that the row allows."""
 
     def sized(self, head_dim: int) -> Any:
         """Returns the plain spec with another head dimension and the usual scale for it."""
-        return self.problem.spec(head_dim, self.plain.group_size, 2)
+        return self.spec(head_dim, self.plain.group_size, 2)
+
+    def spec(self, head_dim: int, group_size: int, kv_heads: int) -> Any:
+        """Returns a spec of that geometry that the row serves."""
+        spec = self.problem.spec(head_dim, group_size, kv_heads, self.row.expanded_dims)
+        return self.problem.having(spec, self.row.only_with)
+
+    def step(self, bench: AttentionRig, rows: Sequence[Row], **options: Any) -> LayerStep:
+        """Makes a step of the subject's kind on a rig. Takes the options of `LayerStep`."""
+        return STEPS[self.subject.kind](bench, rows, **options)
+
+    def paged_step(self, bench: AttentionRig, rows: Sequence[Row], **options: Any) -> Step:
+        """Makes a step of a kind that has pages. Takes the options of `LayerStep`."""
+        return _PAGED_STEPS[self.subject.kind](bench, rows, **options)
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
         """Returns the same trial in another dtype; its progress is counted here."""
@@ -154,25 +180,27 @@ class Trial:
         self.progress.case = "building for " + describe(self.problem, setting, *specs)
         return AttentionRig(self.subject, specs, setting, lenders)
 
-    def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
+    def run(self, step: LayerStep, needs: frozenset[Feature] = frozenset()) -> HostOutput:
         """Runs a step and notes it in the progress."""
         self.progress.case = describe_step(step)
         return step.run(needs)
 
-    def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
+    def try_step(self, step: LayerStep, needs: frozenset[Feature] = frozenset()) -> HostOutput:
         """Runs a step and compares its output, LSE and cache writes with the oracle."""
         answer = self.run(step, needs)
         self.hold(step, answer)
         self.require_lse(step, answer, wanted=Feature.LSE in needs)
         return answer
 
-    def require_written(self, step: Step) -> None:
-        """Fails unless the step's new entries are in the cache. Does nothing for a TRANSIENT step."""
-        unwritten = step.unwritten() if step.batch.pools else None
+    def require_written(self, step: LayerStep, expected: HostOutput | None = None) -> None:
+        """Fails unless what the step computes for later steps is in the cache. Does nothing for a TRANSIENT step."""
+        if not step.batch.pools:
+            return
+        unwritten = step.unwritten(step.expected() if expected is None else expected, self.tolerance)
         if unwritten is not None:
             fail(unwritten)
 
-    def require_lse(self, step: Step, answer: HostOutput, *, wanted: bool) -> None:
+    def require_lse(self, step: LayerStep, answer: HostOutput, *, wanted: bool) -> None:
         """Fails unless the LSE is returned exactly if it is wanted, as float32 [num_tokens, num_q_heads]."""
         self.require((answer.lse is not None) == wanted, f"expected {'the' if wanted else 'no'} LSE, got {answer.lse}")
         if answer.lse is not None:
@@ -188,36 +216,49 @@ class Trial:
         needs: frozenset[Feature] = frozenset(),
     ) -> None:
         """Runs and compares one step with these rows on a new rig."""
-        self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
+        self.try_step(self.step(self.bench(spec or self.plain, setting=setting), rows), needs)
 
-    def hold(self, step: Step, answer: HostOutput, what: str = "", asked: Asked | None = None) -> None:
+    def hold(self, step: LayerStep, answer: HostOutput, what: str = "", asked: Asked | None = None) -> None:
         """Compares an answer with the oracle's, and the cache with the step's new entries.
 
         If only some tokens are `asked` about, the outputs of the others must be finite.
         """
         self.progress.num_steps += 1
         self.progress.case = describe_step(step)
+        expected = self.agree(step, answer, what, asked)
+        if asked is not None:
+            num_tokens = sum(row.query_len for row in step.rows)
+            self.require(
+                bool(answer.out[:num_tokens].isfinite().all()),
+                f"expected a finite output{f' ({what})' if what else ''}, got NaN or infinity in it",
+            )
+        self.require_written(step, expected)
+        self.require_unspoiled(step)
+
+    def agree(self, step: LayerStep, answer: HostOutput, what: str = "", asked: Asked | None = None) -> HostOutput:
+        """Compares an answer with the oracle's, which it returns. Does not look at the cache."""
         expected = step.expected(asked)
         num_tokens = sum(row.query_len for row in step.rows)
         places = torch.arange(num_tokens) if asked is None else step.places(asked)
         subject = f" ({what})" if what else ""
+        expected = step.admitted(answer.out[places], expected, asked)
         self.compare(answer.out[places], expected.out, f"an output{subject}", step, places=places)
-        if asked is not None:
-            self.require(
-                bool(answer.out[:num_tokens].isfinite().all()),
-                f"expected a finite output{subject}, got NaN or infinity in it",
-            )
         if answer.lse is not None and expected.lse is not None:
             told = f"an LSE{subject}"
             self.compare(answer.lse[places], expected.lse, told, step, self.lse_tolerance, places)
-        self.require_written(step)
+        return expected
+
+    def require_unspoiled(self, step: LayerStep) -> None:
+        """Fails if something has changed that no step may change."""
+        spoiled = step.spoiled()
+        self.require(spoiled is None, spoiled or "")
 
     def compare(
         self,
         got: Tensor,
         expected: Tensor,
         what: str,
-        step: Step | None = None,
+        step: LayerStep | None = None,
         tolerance: float | None = None,
         places: Tensor | None = None,
     ) -> None:
@@ -250,7 +291,7 @@ def fail(message: str) -> NoReturn:
     raise CheckFailed(message)
 
 
-def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Tensor | None) -> str:
+def _place(first: tuple[int, ...], wrong: Tensor, step: LayerStep | None, places: Tensor | None) -> str:
     """Says where the first wrong number is, and which rows have any."""
     if step is None:
         return f"at {first}"
@@ -264,8 +305,9 @@ def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Ten
     rows = sorted({bisect.bisect_right(ends, each) for each in tokens})
     others = f"; rows with wrong numbers: {', '.join(map(str, rows))}" if len(step.rows) > 1 else ""
     return (
-        f"row {row} ({lengths.context_len}+{lengths.query_len}), new token {token}, head {first[1]}"
-        f"{f', number {first[2]}' if len(first) > 2 else ''}{others}"
+        f"row {row} ({lengths.context_len}+{lengths.query_len}), new token {token}, "
+        f"{step.names_of_numbers[0]} {first[1]}"
+        f"{f', {step.names_of_numbers[1]} {first[2]}' if len(first) > 2 else ''}{others}"
     )
 
 
@@ -275,11 +317,11 @@ def _told(got: float) -> str:
     return f"{got:.6g}{hint}"
 
 
-def describe_step(step: Step) -> str:
+def describe_step(step: LayerStep) -> str:
     """Describes a step in one line."""
     rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows)
     masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
-    policy = "BORROWED; " if step.is_borrowed else "" if step.batch.pools else "TRANSIENT; "
+    policy = "BORROWED; " if step.layer in step.bench.lenders else "" if step.batch.pools else "TRANSIENT; "
     return f"{policy}rows (context+new) {rows or 'none'}{''.join(f', {mask}' for mask in sorted(masks))}; " + describe(
         step.problem, step.bench.setting, step.spec
     )

@@ -35,6 +35,8 @@ class _Moment:
     """Refused allocations so far."""
     num_committed: int
     """Committed steps so far."""
+    num_late: int
+    """Transfers so far that had not ended when they were asked for."""
 
 
 class Clients:
@@ -50,7 +52,7 @@ class Clients:
         """All accepted requests, in order."""
         self._by_name: dict[int, Attempt] = {}
         self._retries: list[_Retry] = []
-        self._began = _Moment(0.0, 0, 0)
+        self._began = _Moment(0.0, 0, 0, 0)
         """The moment at which the step began."""
 
     @property
@@ -177,7 +179,8 @@ class Clients:
     def _moment(self) -> _Moment:
         faults = self._stage.faults
         num_launched = faults.num_forwards - faults.num_failed_forwards
-        return _Moment(faults.clock.now, faults.num_refused, num_launched - len(self._engine.in_flight))
+        num_committed = num_launched - len(self._engine.in_flight)
+        return _Moment(faults.clock.now, faults.num_refused, num_committed, self._counts.late_transfers)
 
     def _retry(self, step: int, asked: ClientSubmits, num_tries: int) -> None:
         if num_tries < asked.retries:
@@ -186,10 +189,12 @@ class Clients:
     def _check_turns(self, step: int) -> Iterator[str]:
         """Yields an error if a request started before a more urgent one, or before an earlier one of its caller.
 
-        Callers of equal urgency may start in any order. A refused allocation is a reason to wait.
+        Callers of equal urgency may start in any order. A refused allocation is a reason to wait, and so is a transfer
+        that has not ended.
         """
         new = [attempt for attempt in self._attempts if attempt.admitted_at == step]
-        if not new or self._stage.faults.num_refused > self._began.num_refused:
+        now = self._moment()
+        if not new or now.num_refused > self._began.num_refused or now.num_late > self._began.num_late:
             return
         for waiting in self._live.values():
             if waiting.admitted_at is not None or waiting.is_gone or waiting.is_paused:

@@ -51,6 +51,13 @@ class EventCounts:
     """Drafts of which a whole path was right, and no longer one was there."""
     border_drafts: int = 0
     """Drafts whose last right guess filled a page."""
+    offloaded_blocks: int = 0
+    """Pages that host memory took."""
+    returned_blocks: int = 0
+    """Pages that came back."""
+    late_transfers: int = 0
+    """Times that a transfer was asked for and had not ended."""
+    failed_transfers: int = 0
 
     def __add__(self, other: EventCounts) -> EventCounts:
         return EventCounts(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))

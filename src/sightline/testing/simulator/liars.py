@@ -17,7 +17,7 @@ from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.scenario import Drafting
 
 Truth: TypeAlias = Callable[[SequenceState, int], Sequence[int]]
-"""What a sequence generates next: at most so many tokens, as far as anybody knows them."""
+"""Returns the next tokens of a sequence: at most the given number, and fewer if later ones are not known."""
 
 
 class LyingDrafter(Drafter):

@@ -10,7 +10,7 @@ Knows batches and pools. Does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,17 +25,19 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
+    RecurrentInputs,
     SoftmaxInputs,
     StepView,
 )
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SoftmaxSpec, SpecKind
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import NO_TAPS, Model, ModelDefinition, Taps
 from sightline.models.weights import WeightReader
 from sightline.testing.simulator.faults import LOGIT_TICKS, UNBEARABLE, Faults
+from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import (
     MASK,
     MAX_LEN,
@@ -45,9 +47,9 @@ from sightline.testing.simulator.oracle import (
     WEIGHTS,
     logits_of_hashes,
 )
+from sightline.testing.simulator.sparse_model import index_inputs, latent_inputs, sparse_specs
+from sightline.testing.simulator.state_model import STATE_SPEC
 
-DTYPE = torch.float64
-"""Represents every hash exactly."""
 SPECS = (SoftmaxSpec(1, 1, 1, 1.0), SoftmaxSpec(1, 1, 1, 2.0))
 """Two groups, each with its own pools."""
 _MASK = np.uint64(MASK)
@@ -188,19 +190,28 @@ class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
 
 class ReadingModel(Model):
-    """Two layers of two groups, which must read the same entries."""
+    """Layers of two groups, which must read the same entries, and, if asked for, of others that must agree: one whose
+    states follow the same tokens, and one that attends to chosen ones."""
 
-    def __init__(self, faults: Faults, watch: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, faults: Faults, watch: Callable[[Batch], None], *, keeps_states: bool = False, top_k: int | None = None
+    ) -> None:
         """Calls `watch` with every batch before anything is written."""
         self._faults = faults
         self._watch = watch
+        self._state_layer = len(SPECS) if keeps_states else None
+        self.specs: tuple[AttentionSpec, ...] = (*SPECS, STATE_SPEC) if keeps_states else SPECS
+        self.indexers: dict[int, IndexSpec] = {}
+        if top_k is not None:
+            attention, self.indexers[len(self.specs)] = sparse_specs(top_k)
+            self.specs = (*self.specs, attention)
 
     @property
     def turns(self) -> bool:
         return False
 
     def reserve(self, scratch: Scratch) -> None:
-        """It needs no memory."""
+        """Reserves nothing: the model needs no memory."""
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         del scratch
@@ -210,10 +221,27 @@ class ReadingModel(Model):
         shape = (batch.num_tokens, 1, 1)
         tokens = batch.tokens.to(DTYPE).view(shape)
         inputs = SoftmaxInputs(q=tokens, k=tokens, v=batch.positions.to(DTYPE).view(shape), sinks=None)
-        read = torch.empty(len(SPECS), *shape, dtype=DTYPE)
+        read = torch.empty(len(self.specs), *shape, dtype=DTYPE)
         for layer in range(len(SPECS)):
             planned.attend(layer, inputs, read[layer])
-        return torch.from_numpy(self._logits(batch, read.view(len(SPECS), -1).numpy()))
+        if self._state_layer is not None:
+            read[self._state_layer] = self._summed(planned, self._state_layer)
+        hashes = read[0].view(-1)
+        for layer in self.indexers:
+            chosen = planned.choose(layer, index_inputs(hashes, batch.positions))
+            planned.attend(layer, latent_inputs(hashes, batch.positions, chosen), read[layer])
+        return torch.from_numpy(self._logits(batch, read.view(len(self.specs), -1).numpy()))
+
+    @staticmethod
+    def _summed(planned: PlannedBatch, layer: int) -> Tensor:
+        """[num_tokens, 1, 1]: the hashes that the recurrent layer finds."""
+        batch = planned.batch
+        mixed = torch.zeros(batch.num_tokens, STATE_SPEC.channels, dtype=DTYPE)
+        mixed[:, 0], mixed[:, 1] = batch.tokens, batch.positions
+        ones = torch.ones(batch.num_tokens, 1)
+        out = torch.empty(batch.num_tokens, 1, STATE_SPEC.value_dim, dtype=DTYPE)
+        planned.attend(layer, RecurrentInputs(mixed, -ones, ones, None, None), out)
+        return out[:, :, :1]
 
     def _logits(self, batch: Batch, read: NDArray[np.float64]) -> NDArray[np.float32]:
         """Returns NaN for a token whose groups read different entries, or one that was never written."""
@@ -239,8 +267,12 @@ class ReadingDefinition(ModelDefinition):
     def max_positions(self) -> int:
         return MAX_LEN
 
-    def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
-        return SPECS
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return self._model.specs
+
+    @property
+    def indexers(self) -> Mapping[int, IndexSpec]:
+        return self._model.indexers
 
     def step_costs(self) -> tuple[float, float]:
         return LOGIT_TICKS, 0.0

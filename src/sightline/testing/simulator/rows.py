@@ -47,8 +47,9 @@ class RowShares:
         if step == self._last_step:
             return
         self._last_step = step
-        if self._stage.faults.num_refused > self._num_refused:
-            # A refused allocation is a reason to wait.
+        is_moving = any(tier.num_transfers for tier in self._stage.engine.runtime.tiers)
+        if self._stage.faults.num_refused > self._num_refused or is_moving:
+            # A refused allocation is a reason to wait, and so is a page on its way.
             self._denied.clear()
             return
         yield from self._taken()

@@ -35,6 +35,21 @@ class Drafting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"expected an honesty from 0 to 1 and sizes of at least 1, got {self}")
 
 
+class HostScene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How pages are kept in host memory."""
+
+    num_blocks: int
+    lateness: float
+    """How often a transfer has not ended when it is asked for, from 0 to below 1."""
+    failures: float
+    """How often a transfer fails, from 0 to 1."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or not 0.0 <= self.lateness < 1.0 or not 0.0 <= self.failures <= 1.0:
+            raise ConfigError(f"expected a block, a lateness from 0 to below 1 and failures from 0 to 1, got {self}")
+
+
 class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sizes and settings of the engine."""
 
@@ -53,13 +68,26 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limit of the time of steps while rows generate. With it, logits take time too."""
     drafting: Drafting | None = None
     """How tokens are guessed; None if they are not."""
+    max_checkpoints: int | None = None
+    """States that may be kept for others, if the model has a recurrent group; None if it has none."""
+    top_k: int | None = None
+    """Tokens that the sparse layer of the model attends to; None if it has none."""
+    host: HostScene | None = None
+    """How pages are kept in host memory; None if they are not. Has no effect without `prefix_caching`."""
 
     def __post_init__(self) -> None:
         sizes = (self.page_size, self.num_pages, self.max_rows, self.max_step_tokens, self.max_len, self.max_queued)
         if min(sizes) < 1 or self.max_len > MAX_LEN:
             raise ConfigError(f"expected sizes of at least 1 and max_len of at most {MAX_LEN}, got {self}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"expected at least 1 chosen token, got {self}")
         if self.drafting is not None and (self.async_scheduling or self.max_step_ticks is not None):
             raise ConfigError("expected drafting without async_scheduling and max_step_ticks, got both")
+        has_trees = self.drafting is not None and self.drafting.num_branches > 1
+        if self.max_checkpoints is not None and (has_trees or self.max_checkpoints < 0):
+            raise ConfigError(
+                f"expected a model with states to guess chains, and no fewer checkpoints than 0, got {self}"
+            )
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """True if a request can run to its end. Its last token needs no room in the cache."""

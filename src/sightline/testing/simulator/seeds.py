@@ -24,10 +24,17 @@ class SeedFailure:
 
 
 def play_seeds(
-    seeds: Sequence[int], num_steps: int, num_jobs: int, *, guesses: bool = False
+    seeds: Sequence[int],
+    num_steps: int,
+    num_jobs: int,
+    *,
+    guesses: bool = False,
+    states: bool = False,
+    sparse: bool = False,
+    host: bool = False,
 ) -> Iterator[EventCounts | SeedFailure]:
     """Yields one result for each seed, in order."""
-    play_one = partial(_play_one, num_steps=num_steps, guesses=guesses)
+    play_one = partial(_play_one, num_steps=num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
     if num_jobs == 1:
         yield from map(play_one, seeds)
         return
@@ -49,9 +56,11 @@ def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
         return short, play(short)
 
 
-def _play_one(seed: int, num_steps: int, *, guesses: bool) -> EventCounts | SeedFailure:
+def _play_one(
+    seed: int, num_steps: int, *, guesses: bool, states: bool, sparse: bool, host: bool
+) -> EventCounts | SeedFailure:
     with single_threaded():
         try:
-            return simulate(seed, num_steps, guesses=guesses)
+            return simulate(seed, num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
         except Violation as violation:
             return SeedFailure(seed, str(violation))

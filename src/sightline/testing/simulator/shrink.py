@@ -128,6 +128,9 @@ def _simpler_scenes(scenario: Scenario) -> Iterator[Scene]:
         yield replace(scene, drafting=None)
         if scene.drafting.num_branches > 1:
             yield replace(scene, drafting=replace(scene.drafting, num_branches=1))
+    if scene.host is not None:
+        yield replace(scene, host=None)
+        yield replace(scene, host=replace(scene.host, lateness=0.0, failures=0.0))
     if scene.max_rows > 1:
         yield replace(scene, max_rows=scene.max_rows - 1)
     smaller = replace(scene, max_len=max(1, scene.max_len * 3 // 4))

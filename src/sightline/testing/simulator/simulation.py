@@ -214,6 +214,18 @@ def play(scenario: Scenario) -> Violation | None:
     return None
 
 
-def simulate(seed: int, num_steps: int, *, guesses: bool = False) -> EventCounts:
-    """Plays one seed, with guessed tokens if asked for. Raises `Violation`."""
-    return Simulation(draw_scenario(seed, num_steps, guesses=guesses)).run()
+def simulate(
+    seed: int,
+    num_steps: int,
+    *,
+    guesses: bool = False,
+    states: bool = False,
+    sparse: bool = False,
+    host: bool = False,
+) -> EventCounts:
+    """Plays one seed, with guessed tokens, a recurrent group, a sparse layer or a host tier if asked for.
+
+    Raises `Violation`.
+    """
+    scenario = draw_scenario(seed, num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
+    return Simulation(scenario).run()

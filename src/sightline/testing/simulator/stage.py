@@ -5,14 +5,19 @@ Everything between a request and its tokens is the engine's own. Checks nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sightline.attention.capability import Work
+from sightline.attention.contract import AttentionBackend
+from sightline.attention.groups import LayerGroup
 from sightline.attention.selection import Candidate, Selection
-from sightline.attention.spec import group_layers
+from sightline.attention.spec import SpecKind
+from sightline.cache.blocks import BlockStore
+from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch
 from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import detect_device
@@ -26,10 +31,14 @@ from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
+from sightline.testing.simulator.late_blocks import LateBlocks
 from sightline.testing.simulator.liars import LyingDrafter, LyingDrafts
-from sightline.testing.simulator.model import DTYPE, ReadingBackend, ReadingDefinition, ReadingModel
+from sightline.testing.simulator.model import ReadingBackend, ReadingDefinition, ReadingModel
+from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest
 from sightline.testing.simulator.scenario import Scene
+from sightline.testing.simulator.sparse_model import ChoosingBackend, ChosenBackend
+from sightline.testing.simulator.state_model import SummingBackend
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +85,7 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
         num_pages=scene.num_pages + PADDING_PAGES,
         scratch_bytes=1 << 20,
         prefix_caching=scene.prefix_caching,
+        host_cache_bytes=scene.host.num_blocks if scene.host is not None and scene.prefix_caching else 0,
         attention_backend=None,
         prefill_attention_backend=None,
         decode_attention_backend=None,
@@ -84,12 +94,14 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
         require_proof=False,
         max_queued=scene.max_queued,
         async_scheduling=scene.async_scheduling,
+        states_per_row=0 if scene.max_checkpoints is None else _states_per_row(scene),
+        max_checkpoints=scene.max_checkpoints or 0,
         max_step_ms=None if scene.max_step_ticks is None else scene.max_step_ticks * TICK * 1e3,
     )
     faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
-    model = ReadingModel(faults, watch)
+    model = ReadingModel(faults, watch, keeps_states=scene.max_checkpoints is not None, top_k=scene.top_k)
     definition = ReadingDefinition(model)
-    groups = group_layers(definition.attention_specs())
+    groups = definition.groups()
     allocators: list[FaultyAllocator] = []
 
     def make_allocator(num_pages: int) -> FaultyAllocator:
@@ -101,9 +113,16 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
         for plane in pool.spec.planes:
             # Entries that were never written are NaN, in every run.
             pool.plane(plane.name).fill_(torch.nan)
-    candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
-    selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], refused=(), forgone=()))
-    runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store, inline_launcher())
+    for states in [group.states for group in store.groups]:
+        states.fill(range(PADDING_PAGES, states.num_slots), torch.nan)
+
+    def make_blocks(store: CacheStore, _: int) -> BlockStore:
+        assert scene.host is not None, "there is a tier if the scene has one"
+        return LateBlocks(store, scene.host, counts)
+
+    runtime = assemble_runtime(
+        config, definition, model, groups, _selections(groups), store, inline_launcher(), make_blocks=make_blocks
+    )
     drafts = None
     if scene.drafting is not None:
         drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
@@ -111,7 +130,30 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
             drafter, scene.drafting, scene.max_step_tokens, definition.vocab_size, scene.page_size, counts
         )
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
-    return Stage(scene, engine, faults, tuple(allocators))
+    return Stage(scene, engine, faults, tuple(allocators[: len(store.pools)]))
+
+
+_BACKENDS: Mapping[SpecKind, type[AttentionBackend[Any, Any]]] = {
+    SpecKind.SOFTMAX: ReadingBackend,
+    SpecKind.RECURRENT: SummingBackend,
+    SpecKind.LATENT: ChosenBackend,
+    SpecKind.INDEX: ChoosingBackend,
+}
+
+
+def _selections(groups: Sequence[LayerGroup]) -> list[dict[Work, Selection]]:
+    """The simulated backend of each group, for all work."""
+    selections = []
+    for backend in [_BACKENDS[group.spec.kind] for group in groups]:
+        candidate = Candidate.of("simulated", backend, "sightline", by_default=False)
+        selection = Selection(candidate, backend.capabilities[0], refused=(), forgone=())
+        selections.append(dict.fromkeys(Work, selection))
+    return selections
+
+
+def _states_per_row(scene: Scene) -> int:
+    """What a row reads, one for each step in flight, and one for each token that may be the last one accepted."""
+    return 2 + scene.async_scheduling + (0 if scene.drafting is None else scene.drafting.most)
 
 
 def _truth(sequence: SequenceState, count: int) -> list[int]:

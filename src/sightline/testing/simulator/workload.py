@@ -24,6 +24,7 @@ from sightline.testing.simulator.scenario import (
     Drafting,
     Event,
     FailForward,
+    HostScene,
     RefuseAllocations,
     Scenario,
     Scene,
@@ -31,16 +32,33 @@ from sightline.testing.simulator.scenario import (
 )
 
 
-def draw_scenario(seed: int, num_steps: int, *, guesses: bool = False) -> Scenario:
+def draw_scenario(
+    seed: int,
+    num_steps: int,
+    *,
+    guesses: bool = False,
+    states: bool = False,
+    sparse: bool = False,
+    host: bool = False,
+) -> Scenario:
     """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first.
 
-    With `guesses`, the same traffic comes to an engine whose tokens are guessed by a drafter that lies at random.
+    With `guesses`, the same traffic comes to an engine whose tokens are guessed by a drafter that lies at random; with
+    `states`, to one whose model has a recurrent group too; with `sparse`, to one with a layer that attends to chosen
+    tokens; with `host`, to one that keeps pages in host memory.
     """
     draw = random.Random(seed)
     reading = random.Random(f"reading {seed}")
     scene = draw_scene(draw)
     if guesses:
         scene = _with_guesses(scene, seed)
+    if states:
+        scene = _with_states(scene, seed)
+    if sparse:
+        top_k = random.Random(f"sparse {seed}").choice([1, 2, 5, 9, 16])
+        scene = msgspec.structs.replace(scene, top_k=top_k)
+    if host:
+        scene = _with_host(scene, seed)
     workload = _Workload(draw, scene, draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
     for step in range(num_steps):
         workload.step(step)
@@ -69,6 +87,27 @@ def draw_scene(draw: random.Random) -> Scene:
         async_scheduling=draw.random() < 0.6,
         paranoid=draw.random() < 0.15,
     )
+
+
+def _with_states(scene: Scene, seed: int) -> Scene:
+    """Draws how many states may be kept for others. Guesses are chains: states follow one text."""
+    draw = random.Random(f"states {seed}")
+    chains = None if scene.drafting is None else msgspec.structs.replace(scene.drafting, num_branches=1)
+    return msgspec.structs.replace(scene, drafting=chains, max_checkpoints=draw.choice([0, 1, 3, 8, 40]))
+
+
+def _with_host(scene: Scene, seed: int) -> Scene:
+    """Draws how pages are kept in host memory. The cache is so small that many have to leave it."""
+    draw = random.Random(f"host {seed}")
+    least = -(-scene.max_len // scene.page_size)
+    host = HostScene(
+        num_blocks=draw.choice([1, 4, 2 * least, 20 * least]),
+        lateness=draw.choice([0.0, 0.0, 0.5, 0.9]),
+        failures=draw.choice([0.0, 0.0, 0.1, 0.5]),
+        seed=seed,
+    )
+    num_pages = least + draw.choice([0, 1, 2, least // 2])
+    return msgspec.structs.replace(scene, prefix_caching=True, num_pages=num_pages, host=host)
 
 
 def _with_guesses(scene: Scene, seed: int) -> Scene:

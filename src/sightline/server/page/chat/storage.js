@@ -27,6 +27,7 @@ async function changed(action) { // resolves to whether the change is kept
   try {
     const transaction = (await opened()).transaction(STORE, "readwrite");
     action(transaction.objectStore(STORE));
+    transaction.commit(); // at once: a page that is left before its requests have answered would abort it
     await new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
       transaction.onerror = transaction.onabort = () => reject(transaction.error);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sightline.testing.conformance.checks import (
     borrowed,
     cache,
+    choices,
     covering,
     features,
     first,
@@ -15,12 +16,17 @@ from sightline.testing.conformance.checks import (
     numerics,
     pages,
     plans,
+    recurrences,
     scaled_cache,
+    sparse,
+    states,
 )
 from sightline.testing.conformance.trial import Check
 
 _MODULES = (
     first,
+    states,
+    recurrences,
     cache,
     borrowed,
     latent,
@@ -29,6 +35,8 @@ _MODULES = (
     features,
     numerics,
     scaled_cache,
+    sparse,
+    choices,
     plans,
     memory,
     graphs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sightline.attention.spec import Feature
+from sightline.attention.spec import ENTRY_KINDS, Feature
 from sightline.cache.layout import Layout
 from sightline.core.batch import CONTEXT
 from sightline.testing.conformance.checks.cache import snapshot
@@ -38,7 +38,7 @@ def _try_reading(trial: Trial, step: Step) -> None:
         )
 
 
-@check("page-order", "padding", name="shared-cache", excused=needs_feature(Feature.SHARED_CACHE))
+@check("page-order", "padding", name="shared-cache", excused=needs_feature(Feature.SHARED_CACHE), kinds=ENTRY_KINDS)
 def borrowed(trial: Trial) -> None:
     """A BORROWED plan reads the entries of its lender, context and new ones, and writes nothing."""
     rows = ragged_rows(trial.page_size)
@@ -51,7 +51,7 @@ def borrowed(trial: Trial) -> None:
                 _try_reading(trial, step)
 
 
-@check("shared-cache", excused=needs_feature(Feature.SHARED_CACHE))
+@check("shared-cache", excused=needs_feature(Feature.SHARED_CACHE), kinds=ENTRY_KINDS)
 def lent_in_the_step(trial: Trial) -> None:
     """A BORROWED plan sees what its lender writes earlier in the same step."""
     for rows in (ragged_rows(trial.page_size), [Row(trial.page_size, 1), Row(0, 1), Row(3, 1)]):
@@ -67,7 +67,7 @@ def lent_in_the_step(trial: Trial) -> None:
             trial.hold(reading, reading.attend(planned), "the layer that borrows")
 
 
-@check("shared-cache", excused=needs_feature(Feature.SHARED_CACHE))
+@check("shared-cache", excused=needs_feature(Feature.SHARED_CACHE), kinds=ENTRY_KINDS)
 def context_alone(trial: Trial) -> None:
     """Tokens under a CONTEXT mask see the context and have no entries: no page behind the context is needed."""
     page = trial.page_size

@@ -23,7 +23,9 @@ _SECONDS = {Effort.QUICK: 3.5, Effort.FULL: None}
 _FOCUSED = (
     "features-together grouped-heads heads ways-in-turn head-dims page-sizes cache-dtypes cache-scales "
     "cache-saturation each-key-once accumulation large-scores many-rows limits prefix-tail read-back transient-in-turn "
-    "page-sharing layers lanes plan-buffers zeroed-leases filled-buffers empty-rows"
+    "page-sharing layers lanes plan-buffers zeroed-leases filled-buffers empty-rows "
+    "states-together other-slots run-again shared-rates "
+    "nothing-to-choose ties nan-scores key-scales unchosen-entries chosen-pages choices-in-turn"
 )
 """The checks of single things, which `covering` builds on."""
 

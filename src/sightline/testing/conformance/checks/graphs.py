@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from sightline.attention.capability import GraphLevel
 from sightline.attention.contract import AttentionInputs
-from sightline.attention.spec import Feature
+from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.device import DeviceKind
+from sightline.testing.conformance.layer_step import LayerStep, tensors_of, to_device
 from sightline.testing.conformance.rig import Row, Subject
-from sightline.testing.conformance.steps import HostOutput, Step, tensors_of, to_device
 from sightline.testing.conformance.trial import Trial, check
 
 _DECODED = [Row(5 * index, 1) for index in range(8)]
@@ -44,62 +45,84 @@ def _not_captured(*levels: GraphLevel) -> Callable[[Subject], str | None]:
 
 
 @check(
-    "stable-addresses read-back padding idle lse host-bounds", excused=_not_captured(GraphLevel.DECODE, GraphLevel.FULL)
+    "stable-addresses read-back padding idle lse host-bounds sparse",
+    excused=_not_captured(GraphLevel.DECODE, GraphLevel.FULL),
 )
 def captured_decode(trial: Trial) -> None:
     """A captured step with one new token per row, replayed with other rows and lengths, equals the oracle."""
-    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
-        _capture(trial, _DECODED, _DECODED_LATER, 1, needs)
+    for spec, needs in _specs_and_needs(trial):
+        _capture(trial, spec, _DECODED, _DECODED_LATER, 1, needs)
 
 
 @check("captured-decode", excused=_not_captured(GraphLevel.FULL))
 def captured_replay(trial: Trial) -> None:
     """A captured step with any rows, replayed with others, equals the oracle; plan buffers keep their addresses."""
     num_tokens = sum(row.query_len for row in _MIXED)
-    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
-        _capture(trial, _MIXED, _MIXED_LATER, num_tokens, needs)
+    for spec, needs in _specs_and_needs(trial):
+        _capture(trial, spec, _MIXED, _MIXED_LATER, num_tokens, needs)
+
+
+def _specs_and_needs(trial: Trial) -> Iterator[tuple[AttentionSpec, frozenset[Feature]]]:
+    """Yields what steps are captured for: the plain spec, and one with chosen entries if the row serves these."""
+    specs = [trial.plain]
+    if Feature.SPARSE in trial.features and trial.plain.top_k is None:
+        specs.append(replace(trial.plain, top_k=12))
+    for spec in specs:
+        for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
+            yield spec, needs
 
 
 def _capture(
-    trial: Trial, captured: Sequence[Row], later: Sequence[Sequence[Row]], longest: int, needs: frozenset[Feature]
+    trial: Trial,
+    spec: AttentionSpec,
+    captured: Sequence[Row],
+    later: Sequence[Sequence[Row]],
+    longest: int,
+    needs: frozenset[Feature],
 ) -> None:
     """Captures a step in which no row has more than `longest` new tokens, and replays it for the `later` ones."""
-    bench = trial.bench()
+    bench = trial.bench(spec)
     num_rows, num_tokens = len(captured), sum(row.query_len for row in captured)
     bounds = (longest,) * num_rows
-    step = Step(bench, captured)
+    step = trial.step(bench, captured)
     # The graph reads from this memory; each replayed step is copied into it.
-    static = step.batch.bounded(bounds, step.batch.context_lens.bound, known=True)
+    static = step.batch.bounded(bounds, _context_bounds(step), known=True)
     inputs = to_device(step.inputs, bench.device)
-    out = step.empty_out()
     planned = bench.planner.plan(static, needs=needs)
+    out = step.room(planned)
     with torch.inference_mode():
         planned.prepare()
-        planned.attend(step.layer, inputs, out)
+        step.launch(planned, inputs, out)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             planned.prepare()
-            lse = planned.attend(step.layer, inputs, out)
+            lse = step.launch(planned, inputs, out)
     addresses = bench.planner.buffer_addresses(MAIN_LANE)
     for seed, rows in enumerate((captured, *later)):
-        other = Step(bench, rows, seed=seed)
+        other = trial.step(bench, rows, seed=seed)
         other.pad(num_rows - len(rows), num_tokens - other.batch.num_tokens, torch.nan)
         real = sum(row.query_len for row in rows)
         _copy_inputs(to_device(other.inputs, bench.device), inputs)
-        bench.planner.plan(other.batch.placed_in(static), needs=needs)
-        out.fill_(torch.nan)
+        other.batch = other.batch.bounded(other.batch.query_lens.bound, _context_bounds(other), known=True)
+        later_plan = bench.planner.plan(other.batch.placed_in(static), needs=needs)
+        step.clear(out)
         graph.replay()
         torch.cuda.synchronize()
-        answer = HostOutput(out.cpu(), None if lse is None else lse.cpu())
+        answer = other.answer_in(later_plan, out, lse)
         trial.hold(other, answer, "a captured step, replayed")
         trial.require(
-            bool(out[real:].isnan().all()), "expected the output of padding tokens to be unchanged, got numbers"
+            bool(answer.out[real:].isnan().all()), "expected the output of padding tokens to be unchanged, got numbers"
         )
         moved = addresses.items() ^ bench.planner.buffer_addresses(MAIN_LANE).items()
         trial.require(not moved, f"expected plan buffers at their captured addresses, got {sorted(moved)[:3]}")
         for table_row in other.table_rows:
             bench.store.close_row(table_row)
+
+
+def _context_bounds(step: LayerStep) -> tuple[int, ...]:
+    """Bounds with which a step is sparse, whatever its rows are, if its layer attends to chosen entries or chooses."""
+    return tuple(max(bound, step.spec.top_k or 0) for bound in step.batch.context_lens.bound)
 
 
 def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:

@@ -38,11 +38,13 @@ _IN_TURN = (
 """Steps of three rows and sixty new tokens each."""
 
 
-@check("ragged", kinds=_LATENT)
+@check("ragged", kinds=frozenset({SpecKind.LATENT, SpecKind.INDEX}))
 def heads(trial: Trial) -> None:
-    """Every declared number of heads works, each with its own keys and values made from the one entry."""
-    for count in trial.some(trial.samples.of_group_sizes(trial.row), 3):
-        spec = trial.problem.spec(trial.plain.head_dim, count, 1)
+    """Every declared number of heads works, all of which read the one entry of a token."""
+    counts = trial.samples.of_group_sizes(trial.row)
+    # Models have many heads, and kernels take them in blocks.
+    for count in dict.fromkeys((*trial.some(counts, 3), max(counts))):
+        spec = trial.spec(trial.plain.head_dim, count, 1)
         trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 13)], spec)
 
 
@@ -61,7 +63,7 @@ def ways(trial: Trial) -> None:
     trial.try_step(Step(trial.bench(setting=_roomy(trial)), [Row(0, 400)], transient=True))
     head_dim = min(trial.samples.of_head_dims(trial.row), key=lambda size: abs(size - 128))
     for count in trial.some((max(trial.samples.of_group_sizes(trial.row)),), 0):
-        spec = trial.problem.spec(head_dim, count, 1)
+        spec = trial.spec(head_dim, count, 1)
         row = _too_long_for_one_piece(spec, trial.dtype)
         trial.try_rows([row], spec, replace(trial.setting, max_seq_len=row.seq_len, max_rows=1))
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
-from sightline.attention.spec import Feature
+from sightline.attention.spec import ENTRY_KINDS, PAGED_KINDS, Feature
+from sightline.testing.conformance.layer_step import HostOutput
 from sightline.testing.conformance.rig import RigSetting, Row
-from sightline.testing.conformance.steps import HostOutput, Step
+from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Trial, check, needs_feature, ragged_rows
 
 
@@ -21,7 +22,7 @@ def dtypes(trial: Trial) -> None:
         other.try_rows(ragged_rows(trial.page_size))
 
 
-@check("dtypes", name="cache-dtypes")
+@check("dtypes", name="cache-dtypes", kinds=PAGED_KINDS)
 def cache_dtype_pairs(trial: Trial) -> None:
     """Every declared pair of compute and cache dtype works."""
     for cache_dtype in cache_dtypes(trial.row):
@@ -34,7 +35,7 @@ def _long(trial: Trial, longest: int) -> RigSetting:
     return replace(trial.setting, max_seq_len=longest + 64, max_rows=2)
 
 
-@check("ragged")
+@check("ragged", kinds=ENTRY_KINDS)
 def split_merge(trial: Trial) -> None:
     """Rows of hundreds and thousands of keys are right, even if their parts have very different weights."""
     lengths = [border + delta for border in (256, 512, 1024, 2048) for delta in (-1, 0, 1)]
@@ -48,7 +49,7 @@ def split_merge(trial: Trial) -> None:
             trial.try_step(step)
 
 
-@check("each-key-once")
+@check("each-key-once", kinds=ENTRY_KINDS)
 def accumulation(trial: Trial) -> None:
     """Sums over thousands of keys do not lose small terms."""
     length = 4096
@@ -65,7 +66,7 @@ def accumulation(trial: Trial) -> None:
             low.try_step(step)
 
 
-@check("features-together", "dtypes")
+@check("features-together", "dtypes", kinds=ENTRY_KINDS)
 def large_scores(trial: Trial) -> None:
     """Scores of hundreds do not overflow."""
     declared = trial.features
@@ -85,7 +86,7 @@ def _long_rows(trial: Trial) -> RigSetting:
     return replace(trial.setting, max_rows=40, max_seq_len=2560)
 
 
-@check("next-batch", "split-merge", excused=needs_feature(Feature.DETERMINISTIC))
+@check("next-batch", "split-merge", "run-again", excused=needs_feature(Feature.DETERMINISTIC))
 def determinism(trial: Trial) -> None:
     """The same step gives the same bits."""
     rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9), Row(2000, 1)]
@@ -93,10 +94,10 @@ def determinism(trial: Trial) -> None:
     for dtype in trial.some(compute_dtypes(trial.row), 1):
         other = trial.in_dtype(dtype)
         bench = other.bench(setting=_long_rows(other))
-        step = Step(bench, rows)
+        step = trial.step(bench, rows)
         first = other.run(step, needs)
         for repeat in range(3):
-            other.run(Step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
+            other.run(trial.step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
             _same_bits(trial, first, other.run(step, needs))
 
 
@@ -108,6 +109,9 @@ def _same_bits(trial: Trial, one: HostOutput, two: HostOutput, what: str = "from
                 torch.equal(a, b),
                 f"expected the same bits {what}, got {int((a != b).sum())} numbers of {name} that differ",
             )
+    for place, states in (one.kept or {}).items():
+        same = two.kept is not None and all(map(torch.equal, states, two.kept[place]))
+        trial.require(same, f"expected the same bits {what}, got another state behind token {place}")
     trial.progress.num_steps += 1
 
 
@@ -118,30 +122,38 @@ def batch_invariance(trial: Trial) -> None:
         _batch_invariance(trial.in_dtype(dtype))
 
 
+def _of_tokens(answer: HostOutput, tokens: slice) -> HostOutput:
+    """The part of an answer that is about some tokens."""
+    kept = answer.kept and {
+        place - tokens.start: state for place, state in answer.kept.items() if tokens.start <= place < tokens.stop
+    }
+    return HostOutput(answer.out[tokens], None if answer.lse is None else answer.lse[tokens], kept)
+
+
 def _batch_invariance(trial: Trial) -> None:
     chosen = trial.some([Row(1500, 1), Row(33, 6), Row(0, 17), Row(40, 1), Row(200, 1)], 3)
     others = [Row(5, 1), Row(90, 3), Row(2000, 1), Row(0, 40)]
     needs = frozenset({Feature.LSE}) & trial.features
     bench = trial.bench(setting=_long_rows(trial))
     for index, row in enumerate(chosen):
-        alone = Step(bench, [row], seed=index)
+        alone = trial.step(bench, [row], seed=index)
         first = trial.run(alone, needs)
         for before in trial.some((len(others), 0, 2), 1):
-            crowd = Step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
+            crowd = trial.step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
             start = sum(other.query_len for other in others[:before])
             place = slice(start, start + row.query_len)
             crowd.take_row(alone, place)
             crowd.contexts[before] = alone.contexts[0]
             crowd.write_contexts()
             got = trial.run(crowd, needs)
-            got = HostOutput(got.out[place], None if got.lse is None else got.lse[place])
+            got = _of_tokens(got, place)
             _same_bits(trial, first, got, f"from a row of {row.context_len}+{row.query_len} alone and beside others")
             for table_row in crowd.table_rows:
                 bench.store.close_row(table_row)
         bench.store.close_row(alone.table_rows[0])
 
 
-@check("long-beside-short", "dtypes")
+@check("long-beside-short", "dtypes", kinds=ENTRY_KINDS)
 def each_key_once(trial: Trial) -> None:
     """Each of a thousand keys is seen exactly once, in every dtype."""
     # All keys weigh the same. Each element of a head looks for one key: its value is the number of keys (or the largest

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.oracle.dtypes import compute_dtypes
+from sightline.attention.spec import PAGED_KINDS
 from sightline.cache.layout import Layout
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.testing.conformance.rig import Row, Subject, Unused
-from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Trial, check, ragged_rows
 
 _THREE = ((Row(20, 1), Row(25, 1), Row(30, 1)), (Row(5, 9), Row(21, 6), Row(3, 4)))
@@ -20,7 +20,7 @@ _SIGNED, _UNSIGNED = 1 << 31, 1 << 32
 """Element counts that signed and unsigned 32-bit offsets cannot reach."""
 
 
-@check("ragged")
+@check("ragged", kinds=PAGED_KINDS)
 def page_order(trial: Trial) -> None:
     """Pages may be shuffled, interleaved between rows, or descending."""
     for layout in (Layout.SHUFFLED, Layout.DESCENDING):
@@ -33,16 +33,16 @@ def page_order(trial: Trial) -> None:
     for pool in bench.store.pools:
         pages = sorted(pool.allocator.allocate(max(5, bench.store.pages_for(4 * trial.page_size + 3))))
         pool.table.append(table_row, [*pages[:2], *reversed(pages[2:])])
-    trial.try_step(Step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
+    trial.try_step(trial.paged_step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
 
 
-@check("page-order")
+@check("page-order", kinds=PAGED_KINDS)
 def page_sharing(trial: Trial) -> None:
     """Rows may share the pages of a prefix."""
     page = trial.page_size
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
         bench = trial.bench(setting=replace(trial.setting, layout=layout))
-        owner = Step(bench, [Row(2 * page, 1)])
+        owner = trial.paged_step(bench, [Row(2 * page, 1)])
         pages = owner.pool.table.owned(owner.table_rows[0])
         rows, table_rows = [Row(2 * page, 1)], list(owner.table_rows)
         for shared, query_len in ((2, 1), (1, 3), (2, 2)):
@@ -53,10 +53,10 @@ def page_sharing(trial: Trial) -> None:
             bench.store.grow_row(twin, rows[-1].seq_len)
             table_rows.append(twin)
         contexts = [tuple(plane[: row.context_len] for plane in owner.contexts[0]) for row in rows]
-        trial.try_step(Step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
+        trial.try_step(trial.paged_step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
 
 
-@check("page-order", "split-merge")
+@check("page-order", "split-merge", kinds=PAGED_KINDS)
 def page_sizes(trial: Trial) -> None:
     """Every declared page size works."""
     for page_size in trial.some([size for size in trial.samples.of_page_sizes(trial.row) if size != trial.page_size]):
@@ -66,7 +66,7 @@ def page_sizes(trial: Trial) -> None:
         trial.try_rows(ragged_rows(page_size), setting=setting)
 
 
-@check("page-order")
+@check("page-order", kinds=PAGED_KINDS)
 def unused_slots(trial: Trial) -> None:
     """NaN in unused slots, or in another row, does not reach the output."""
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
@@ -74,15 +74,16 @@ def unused_slots(trial: Trial) -> None:
         trial.try_rows(ragged_rows(trial.page_size), setting=setting)
     # Another row's entries must not matter either.
     for rows in _THREE:
-        step = Step(trial.bench(), rows)
-        expected = step.expected()
+        step = trial.paged_step(trial.bench(), rows)
+        clean = step.inputs
         step.change_inputs(torch.clone)
         first, last = rows[0].query_len, rows[0].query_len + rows[1].query_len
-        for new in (trial.problem.new_keys(step.inputs), trial.problem.new_values(step.inputs)):
+        for new in trial.problem.of_new_entries(step.inputs):
             new[first:last] = torch.nan
         answer = trial.run(step)
-        for name, tokens in (("before", slice(0, first)), ("behind", slice(last, None))):
-            trial.compare(answer.out[tokens], expected.out[tokens], f"the output of the row {name} one with NaN")
+        step.inputs = clean
+        for name, row in (("before", 0), ("behind", 2)):
+            trial.agree(step, answer, f"the row {name} one with NaN", {row: range(rows[row].query_len)})
 
 
 def _pool_bytes(itemsize: int, numbers: int) -> int:
@@ -108,7 +109,7 @@ def large_numbers(device: Device, itemsize: int, free_bytes: int) -> int:
     return _UNSIGNED if has_room else _SIGNED
 
 
-@check("covering", "page-sharing", "accumulation", excused=_too_large, alone=True)
+@check("covering", "page-sharing", "accumulation", excused=_too_large, alone=True, kinds=PAGED_KINDS)
 def large_pool(trial: Trial) -> None:
     """The end of a pool of more than 2^31 numbers, or 2^32 on a GPU with room for it, is written and read."""
     # The pages in use lie beyond the reach of 32-bit offsets and 16-bit page numbers.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,12 @@ from torch import Tensor
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.rollout import following_steps
-from sightline.attention.spec import AttentionSpec, Feature
+from sightline.attention.spec import PAGED_KINDS, AttentionSpec, Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
+from sightline.testing.conformance.layer_step import LayerStep, bits, tensors_of, to_device
 from sightline.testing.conformance.rig import AttentionRig, Row
-from sightline.testing.conformance.steps import Step, bits, to_device
 from sightline.testing.conformance.trial import Trial, check, fail, needs_feature, ragged_rows
 
 _ROWS = (Row(17, 1), Row(3, 4))
@@ -38,9 +37,10 @@ def groups(trial: Trial) -> None:
     """In a hybrid model, every group of layers is planned with its own spec."""
     # Each group has its own pages. If they are shuffled, no two page tables are the same.
     setting = replace(trial.setting, layout=Layout.SHUFFLED)
-    change: dict[str, Any] = {"window": 6} if Feature.WINDOW in trial.features else {"scale": trial.plain.scale / 2}
+    has_window = Feature.WINDOW in trial.features
+    another = replace(trial.plain, window=6) if has_window else trial.problem.another(trial.plain)
     head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
-    for other in (replace(trial.plain, **change), trial.problem.spec(head_dim, size, 1)):
+    for other in (another, trial.spec(head_dim, size, 1)):
         bench = trial.bench(trial.plain, other, trial.plain, other, setting=setting)
         for rows in (_ROWS, _OTHERS):
             _try_layers(trial, bench, rows)
@@ -48,9 +48,9 @@ def groups(trial: Trial) -> None:
 
 def _try_layers(trial: Trial, bench: AttentionRig, rows: Sequence[Row]) -> None:
     """Runs every layer of the rig on one plan."""
-    steps = [Step(bench, rows, seed=0, layer=0)]
+    steps = [trial.step(bench, rows, seed=0, layer=0)]
     for layer in range(1, len(bench.specs)):
-        steps.append(Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows))
+        steps.append(trial.step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows))
     planned = steps[0].plan()
     planned.prepare()
     for step in steps:
@@ -66,53 +66,54 @@ def inputs_kept(trial: Trial) -> None:
 
 
 def _inputs_kept(trial: Trial, spec: AttentionSpec) -> None:
-    step = Step(trial.bench(spec), ragged_rows(trial.page_size))
+    step = trial.step(trial.bench(spec), ragged_rows(trial.page_size))
     batch = {name: tensor.cpu().clone() for name, tensor in _batch_tensors(step).items()}
     planned = step.plan()
     planned.prepare()
     given = to_device(step.inputs, trial.subject.device.torch_device)
-    planned.attend(step.layer, given, step.empty_out())
-    for name, before in {**vars(step.inputs), **batch}.items():
-        after = vars(given)[name] if name not in batch else _batch_tensors(step)[name]
-        if before is not None:
-            trial.require(
-                torch.equal(after.cpu(), before),
-                f"expected a step to leave its inputs unchanged, got a changed {name}",
-            )
+    step.launch(planned, given, step.room(planned))
+    after = {**tensors_of(given), **_batch_tensors(step)}
+    for name, before in {**tensors_of(step.inputs), **batch}.items():
+        trial.require(
+            torch.equal(after[name].cpu(), before),
+            f"expected a step to leave its inputs unchanged, got a changed {name}",
+        )
 
 
-def _batch_tensors(step: Step) -> dict[str, Tensor]:
-    batch = step.batch
+def _batch_tensors(step: LayerStep) -> dict[str, Tensor]:
+    batch, store = step.batch, step.bench.store
+    pools = {f"write slots of {key}": rows.write_slots for key, rows in batch.pools.items()}
+    pools |= {
+        f"read slots of {key}": rows.read_slots for key, rows in batch.pools.items() if rows.read_slots is not None
+    }
     return {
         "tokens": batch.tokens,
         "positions": batch.positions,
         "query_lens": batch.query_lens.device,
         "context_lens": batch.context_lens.device,
-        "write_slots": batch.pools[step.pool.key].write_slots,
-        "page table": step.pool.table.pages,
+        **pools,
+        **{f"page table of {pool.key}": pool.table.pages for pool in store.pools},
     }
 
 
-@check("ragged")
+@check("ragged", "run-again")
 def strided_inputs(trial: Trial) -> None:
     """Queries, keys and values may be slices of one tensor."""
     for rows in (ragged_rows(trial.page_size), [Row(0, 6)], [Row(9, 1)]):
-        step = Step(trial.bench(), rows)
+        step = trial.step(trial.bench(), rows)
         planned = step.plan()
         planned.prepare()
-        expected = step.expected().out
         for what, inputs in trial.problem.strided(step.inputs, step.bench.device):
-            out = step.empty_out()
-            planned.attend(step.layer, inputs, out)
-            trial.compare(out.cpu(), expected, f"the output for {what}")
+            out = step.room(planned)
+            trial.agree(step, step.answer_in(planned, out, step.launch(planned, inputs, out)), what)
         trial.progress.num_steps += 1
 
 
-@check("next-batch")
+@check("next-batch", "run-again")
 def lanes(trial: Trial) -> None:
     """Plans in two lanes may be used in turn."""
     bench = trial.bench(setting=replace(trial.setting, lanes=(MAIN_LANE, Lane(1))))
-    first, second = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+    first, second = trial.step(bench, _ROWS), trial.step(bench, _OTHERS, seed=1)
     plans = [bench.planner.plan(first.batch), bench.planner.plan(second.batch, lane=Lane(1))]
     for planned in plans:
         planned.prepare()
@@ -139,13 +140,13 @@ _KINDS: tuple[Sequence[Row], ...] = (
 """Chunks, prompts and decode rows: a backend may keep separate plan memory for each."""
 
 
-@check("next-batch")
+@check("next-batch", "run-again")
 def plan_buffers(trial: Trial) -> None:
     """The older of two plans in one lane is found stale, because all that a plan derives is in plan buffers."""
     pairs = [(_ROWS, _KINDS[0]), *itertools.permutations(_KINDS, 2)]
     for older, newer in trial.some(pairs):
         bench = trial.bench()
-        first, second = Step(bench, older), Step(bench, newer, seed=1)
+        first, second = trial.step(bench, older), trial.step(bench, newer, seed=1)
         early, late = first.plan(), second.plan()
         for _ in range(2):
             for step, planned in ((second, late), (first, early)):
@@ -154,13 +155,13 @@ def plan_buffers(trial: Trial) -> None:
                 trial.hold(step, step.attend(current), "two plans in one lane, the older planned again")
 
 
-@check("plan-buffers", excused=needs_feature(Feature.SEVERAL_PLANS))
+@check("plan-buffers", excused=needs_feature(Feature.SEVERAL_PLANS), kinds=PAGED_KINDS)
 def several_plans(trial: Trial) -> None:
     """Steps of a draft that were all planned before the first of them ran are right."""
     page = trial.page_size
     for rows in trial.some((_ROWS, (Row(page - 1, 1), Row(3, 1), Row(2 * page, 1)))):
         bench = trial.bench(setting=replace(trial.setting, max_rollout=_DRAFTED))
-        step = Step(bench, rows)
+        step: LayerStep = trial.step(bench, rows)
         for row, table_row in zip(rows, step.table_rows, strict=True):
             bench.store.grow_row(table_row, row.seq_len + _DRAFTED)
         for number, planned in enumerate(bench.planner.rollout(following_steps(step.batch, _DRAFTED))):
@@ -175,35 +176,35 @@ def filled_buffers(trial: Trial) -> None:
     """A plan fills every buffer that it takes, and does not use the old contents."""
     bench = trial.bench(setting=replace(trial.setting, paranoid=True))
     for seed, rows in enumerate((_OTHERS, _ROWS, ragged_rows(trial.page_size))):
-        trial.try_step(Step(bench, rows, seed=seed))
-    trial.try_step(Step(trial.bench(setting=replace(bench.setting, max_seq_len=2560)), [Row(2000, 1), Row(3, 1)]))
+        trial.try_step(trial.step(bench, rows, seed=seed))
+    trial.try_step(trial.step(trial.bench(setting=replace(bench.setting, max_seq_len=2560)), [Row(2000, 1), Row(3, 1)]))
 
 
-def _foreign(step: Step, other: Step) -> PlannedBatch:
+def _foreign(step: LayerStep, other: LayerStep) -> PlannedBatch:
     return replace(other.plan(), batch=step.batch)
 
 
-def _padded(step: Step, other: Step) -> PlannedBatch:
+def _padded(step: LayerStep, other: LayerStep) -> PlannedBatch:
     del other
     return replace(step.plan(), batch=step.batch.pad(len(step.rows) + 1, step.batch.num_tokens))
 
 
-def _reordered(step: Step, other: Step) -> PlannedBatch:
+def _reordered(step: LayerStep, other: LayerStep) -> PlannedBatch:
     del other
     return replace(step.bench.planner.plan(step.batch.take([1, 0])), batch=step.batch)
 
 
-def _forged(step: Step, other: Step) -> PlannedBatch:
+def _forged(step: LayerStep, other: LayerStep) -> PlannedBatch:
     mine = step.plan()
     return replace(mine, plan=replace(other.plan(lane=Lane(1)).plan, certificate=mine.plan.certificate))
 
 
-def _of_another_planner(step: Step, other: Step) -> PlannedBatch:
+def _of_another_planner(step: LayerStep, other: LayerStep) -> PlannedBatch:
     del other
     return step.bench.another_planner().plan(step.batch)
 
 
-_REBUILT: dict[str, Callable[[Step, Step], PlannedBatch]] = {
+_REBUILT: dict[str, Callable[[LayerStep, LayerStep], PlannedBatch]] = {
     "another batch's plan": _foreign,
     "a plan kept while its batch was padded": _padded,
     "a plan of the same rows in another order": _reordered,
@@ -219,34 +220,34 @@ def stale_plans(trial: Trial) -> None:
     setting = replace(trial.setting, lanes=(MAIN_LANE, Lane(1)))
     for way, make in _REBUILT.items():
         bench = trial.bench(setting=setting)
-        step, other = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+        step, other = trial.step(bench, _ROWS), trial.step(bench, _OTHERS, seed=1)
         planned = make(step, other)
         current = bench.planner.ensure(planned)
         current.prepare()
         trial.require(current.plan is not planned.plan, f"expected {way} to be planned again, got it back unchanged")
         trial.hold(step, step.attend(current), way)
     bench = trial.bench(setting=setting)
-    step = Step(bench, _ROWS)
+    step = trial.step(bench, _ROWS)
     idle = bench.planner.ensure(replace(step.plan(), batch=step.batch.idle()))
     trial.require(
         idle.plan.certificate.num_rows == 0, "expected a batch turned idle to be planned again, got its old plan"
     )
     _must_raise(bench, step, "pages that went back", lambda: bench.store.close_row(step.table_rows[1]))
     bench = trial.bench(setting=setting)
-    step = Step(bench, _ROWS)
+    step = trial.step(bench, _ROWS)
     _must_raise(bench, step, "pages that changed owner", lambda: _reopen(bench, step))
-    elsewhere = Step(trial.bench(setting=setting), _ROWS)
+    elsewhere = trial.step(trial.bench(setting=setting), _ROWS)
     _must_raise(bench, elsewhere, "pages of other pools", lambda: None)
 
 
-def _reopen(bench: AttentionRig, step: Step) -> None:
+def _reopen(bench: AttentionRig, step: LayerStep) -> None:
     """Closes a row and opens it for another owner, with pages for as many tokens."""
     bench.store.close_row(step.table_rows[0])
     row = bench.store.open_row()
     bench.store.grow_row(row, step.rows[0].seq_len)
 
 
-def _must_raise(bench: AttentionRig, step: Step, way: str, change: Callable[[], None]) -> None:
+def _must_raise(bench: AttentionRig, step: LayerStep, way: str, change: Callable[[], None]) -> None:
     planned = step.plan()
     change()
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.oracle.dtypes import compute_dtypes, scaled_dtypes
+from sightline.attention.spec import ENTRY_KINDS
 from sightline.cache.layout import Layout, walk_slots
 from sightline.testing.conformance.rig import PLAIN_SCALES, SCALES, AttentionRig, Row, Subject, as_bytes
 from sightline.testing.conformance.steps import Step
@@ -42,7 +43,7 @@ def _bench(trial: Trial, scales: tuple[float, ...], layout: Layout = Layout.IN_O
     return trial.bench(trial.plain, trial.plain, setting=setting)
 
 
-@check(_GROUND, excused=_not_declared)
+@check(_GROUND, excused=_not_declared, kinds=ENTRY_KINDS)
 def cache_scales(trial: Trial) -> None:
     """Each layer's scales of keys and values are applied: they change the stored bytes, but not the output."""
     for other in _trials(trial):
@@ -79,7 +80,7 @@ def _row_bytes(step: Step, name: str) -> Tensor:
     return as_bytes(step.pool.plane(name)[step.layer_in_group])[slots].cpu()
 
 
-@check("cache-scales", excused=_not_declared)
+@check("cache-scales", excused=_not_declared, kinds=ENTRY_KINDS)
 def cache_saturation(trial: Trial) -> None:
     """Entries beyond the range of the cache dtype are stored as its largest value, not as NaN."""
     for other in _trials(trial):
