@@ -9,11 +9,16 @@ What is marked `prove` has more time, so that a slow machine does not fail it.
 
 import os
 import signal
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from sightline.attention import capability
+from support.lone_oracles import import_oracles_alone
 from support.named_failures import NamedFailures
 
 TESTS = Path(__file__).parent
@@ -25,8 +30,17 @@ PROOF_SECONDS = 900
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+import_oracles_alone()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_are_looked_for_once() -> Iterator[None]:
+    """Every engine asks some hundred times whether a kernel library is installed: a fifth of a tiny engine's start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capability, "find_spec", cache(find_spec))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

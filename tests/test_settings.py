@@ -75,6 +75,8 @@ def sample(setting: Setting) -> Any:
     """A value that is not the default."""
     if setting.name == "speculative_config":
         return '{"method": "ngram"}'
+    if setting.name == "hisparse_config":
+        return '{"top_k": 4}'
     if setting.choices:
         return setting.choices[-1]
     return {bool: setting.default is not True, int: 1, float: 0.25, str: "x"}[setting.kind]
@@ -171,6 +173,7 @@ def test_the_command_line_takes_every_setting(name: str) -> None:
     setting = stated(EngineConfig)[name]
     value = sample(setting)
     words = [flag(name)] if setting.kind is bool else [flag(name), str(value)]
+    words += ["--enable-hisparse"] if name == "hisparse_config" else []
     found = parsed("serve", *words)
     assert found[name] == value
     own = OWN_OPTIONS["serve"]

@@ -18,7 +18,7 @@ from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, Requirement, lacks_package, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
 from sightline.attention.selection import Candidate, Selection, select_backend
-from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import LATENT_ONLY, RECURRENT_ONLY, Feature, LatentSpec, SoftmaxSpec, SpecKind
 from sightline.core import extensions
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError, NoBackendError
@@ -317,7 +317,7 @@ def test_what_a_package_brings_is_not_told_where_it_is_there() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_real_backends_serve_every_feature_on_a_cpu_and_the_oracle_only_by_name(dtype: torch.dtype) -> None:
     spec = replace(PLAIN, window=4, softcap=2.0, sinks=True)
-    features = frozenset(Feature) - {Feature.BATCH_INVARIANT}
+    features = frozenset(Feature) - RECURRENT_ONLY - LATENT_ONLY - {Feature.BATCH_INVARIANT}
     need = Requirement(spec, CPU, dtype, dtype, page_size=5, extra_features=features)
     assert select(BUILT_IN, need).candidate.name == "numba"
     for name in ("numba", "torch", "reference"):

@@ -24,12 +24,15 @@ from sightline.attention.backends.flashinfer.plans import (
 from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
 from sightline.attention.capability import Capability
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepLimits, StepView
+from sightline.attention.groups import LayerGroup, group_layers
 from sightline.attention.oracle.attention import attend_row
-from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.layout import Layout
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.cache.table import PageTable
 from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
@@ -172,7 +175,15 @@ def test_a_narrow_cache_is_read_with_its_scales(
     store = fp8_store(group, scale)
     workspace, limits = Workspace(CPU, 1 << 30), StepLimits(8, 64, 128, (MAIN_LANE,), max_rollout=0)
     context = BackendContext(
-        group.name, spec(), store.groups[0], workspace, limits, torch.bfloat16, CPU, inline_launcher()
+        group.name,
+        spec(),
+        store.groups[0],
+        workspace,
+        limits,
+        torch.bfloat16,
+        CPU,
+        inline_launcher(),
+        ResidentEntries(store.groups[0]),
     )
     backend = modules[SOFTMAX_NAME].FlashInferBackend(context)
     rows = [store.open_row() for _ in lengths]

@@ -24,13 +24,16 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
+from sightline.attention.groups import group_layers
 from sightline.attention.latent.phases import plan_phases
 from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases, never_absorbed
 from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.shared.tiles import row_spans
-from sightline.attention.spec import Feature, LatentSpec, SpecKind, group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
+from sightline.cache.store import CacheStore
 from sightline.core.batch import CAUSAL, FULL, RowMask, RowWork
 from sightline.core.device import Device, DeviceKind
 from sightline.kernels.cpu.program import inline_launcher
@@ -118,7 +121,7 @@ class VarlenBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(
         # It writes as torch does, which does not copy 8-bit floats.
-        replace(row, features=row.features - {Feature.TREE_MASK}, cache_dtypes=row.dtypes)
+        replace(row, features=row.features - {Feature.TREE_MASK, Feature.SPARSE}, cache_dtypes=row.dtypes)
         for row in TorchLatentBackend.capabilities
     )
     room: ClassVar[int] = 1 << 20
@@ -157,16 +160,10 @@ def subject(room: int, dtype: torch.dtype = torch.float32) -> Subject:
     return Subject("varlen", with_room(room), row, CPU)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "dtype"),
-    [
-        (7, torch.float32),
-        pytest.param(40, torch.float32, marks=pytest.mark.slow),
-        pytest.param(1 << 20, torch.float32, marks=pytest.mark.slow),
-        pytest.param(7, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(1 << 20, torch.bfloat16, marks=pytest.mark.slow),
-    ],
+    [(7, torch.float32), (40, torch.float32), (1 << 20, torch.float32), (7, torch.bfloat16), (1 << 20, torch.bfloat16)],
     ids=str,
 )
 def test_the_kit_passes_with_room_for_so_many_keys(room: int, dtype: torch.dtype) -> None:
@@ -239,7 +236,15 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     limits = StepLimits(2, 32, 32, (MAIN_LANE,), max_rollout=0)
     workspace = Workspace(CPU.torch_device, 1 << 24, poison=True)
     made = BackendContext(
-        "group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device, inline_launcher()
+        "group0",
+        SPEC,
+        group_cache,
+        workspace,
+        limits,
+        torch.float32,
+        CPU.torch_device,
+        inline_launcher(),
+        ResidentEntries(group_cache),
     )
     kernel = TorchVarlenKernel(SPEC.scale, [])
     key_bytes = SPEC.num_q_heads * (SPEC.nope_dim + SPEC.rope_dim + SPEC.value_dim) * 4

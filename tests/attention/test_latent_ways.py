@@ -14,6 +14,7 @@ from sightline.attention.backends.reference.latent_backend import ReferenceLaten
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, StepLimits
+from sightline.attention.groups import group_layers
 from sightline.attention.latent.phases import (
     Choose,
     PhaseKind,
@@ -26,12 +27,15 @@ from sightline.attention.latent.phases import (
 from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.planner import Planner
 from sightline.attention.shared.tiles import RowSpan
-from sightline.attention.spec import Feature, LatentSpec, group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.spec import Feature, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
+from sightline.cache.store import CacheStore
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask, RowWork
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.batching import assemble, assemble_transient
+from support.case_marks import proofs
 
 SPEC = LatentSpec(num_q_heads=3, latent_dim=16, rope_dim=4, nope_dim=8, value_dim=6, scale=0.31)
 CPU = torch.device("cpu")
@@ -61,7 +65,15 @@ class Bench:
         limits = StepLimits(8, MAX_TOKENS, max_len, (MAIN_LANE,), max_rollout=0)
         made = backend(
             BackendContext(
-                "group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU, inline_launcher()
+                "group0",
+                SPEC,
+                self.store.groups[0],
+                workspace,
+                limits,
+                torch.float32,
+                CPU,
+                inline_launcher(),
+                ResidentEntries(self.store.groups[0]),
             )
         )
         binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
@@ -169,7 +181,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("lse", [False, True], ids=["plain", "lse"])
+@pytest.mark.parametrize("lse", [*proofs(False), True], ids=["plain", "lse"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_way_gives_what_the_oracle_gives(name: str, case: str, lse: bool) -> None:

@@ -78,13 +78,13 @@ def test_a_prompt_has_the_same_bits_alone_and_beside_other_rows() -> None:
 
 def test_prompts_run_the_kernel_for_prompts_and_single_tokens_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    launch = calls._launch
+    launch = calls.launch_kernel
 
     def watched(launcher: Launcher, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
         launched.append(kernel.name)
         launch(launcher, kernel, arguments, *keeps)
 
-    monkeypatch.setattr(calls, "_launch", watched)
+    monkeypatch.setattr(calls, "launch_kernel", watched)
     check(PLAIN, [Row(3, 2), Row(0, 5)])
     assert "attend_prompt" in launched
     launched.clear()
@@ -124,6 +124,6 @@ def test_planted_faults_are_caught(name: str, fault: Callable[[Record], None], m
         launcher.launch(record)
 
     check(SPECS["window"], LONG)
-    monkeypatch.setattr(calls, "_launch", planted)
+    monkeypatch.setattr(calls, "launch_kernel", planted)
     with pytest.raises(AssertionError):
         check(SPECS["window"], LONG)

@@ -79,6 +79,7 @@ def test_without_a_record_there_is_no_proof_and_nothing_is_written(book: ProofBo
     assert not book.folder.exists()
 
 
+DELTA_RULE = frozenset({Feature.DELTA_RULE})
 OTHER_ROWS: dict[str, Capability] = {
     "spec_kinds": replace(ROW, spec_kinds=frozenset()),
     "devices": replace(ROW, devices=frozenset({DeviceKind.CPU})),
@@ -93,6 +94,7 @@ OTHER_ROWS: dict[str, Capability] = {
     "graph": replace(ROW, graph=GraphLevel.FULL),
     "package": replace(ROW, package="torch"),
     "expanded_dims": replace(ROW, expanded_dims=frozenset({(192, 128)})),
+    "only_with": replace(ROW, features=ROW.features | DELTA_RULE, only_with=DELTA_RULE),
 }
 
 

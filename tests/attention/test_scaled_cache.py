@@ -7,11 +7,12 @@ import torch
 
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.groups import group_layers
 from sightline.attention.latent.phases import Way
 from sightline.attention.oracle.attention import loaded_entries, stored_entries
 from sightline.attention.shared.entry_planes import PlainPlane, ScaledPlane, entry_planes
 from sightline.attention.shared.tiles import RowSpan
-from sightline.attention.spec import LatentSpec, SoftmaxSpec, group_layers
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.device import detect_device
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject, as_bytes

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sightline.attention.backends.triton.backend import TritonBackend
+from sightline.attention.backends.triton.index_backend import TritonIndexBackend
 from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
@@ -61,6 +62,18 @@ def chosen(names: Sequence[str]) -> tuple[Check, ...]:
 STEPS = ("cache-write", "causal", "transient", "context", "ragged", "padding", "idle", "empty-rows", "read-back")
 PLANS = ("layers", "lanes", "plan-buffers", "several-plans", "stale-plans")
 SOFTMAX_FEATURES = ("sinks", "shared-cache", "lent-in-the-step", "context-alone", "non-causal", "cache-saturation")
+SPARSE = ("unchosen-entries", "chosen-pages", "choices-in-turn")
+INDEX = (
+    "cache-write",
+    "causal",
+    "transient",
+    "padding",
+    "empty-rows",
+    "read-back",
+    "unused-slots",
+    "cache-dtypes",
+    "lanes",
+)
 LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
 
 
@@ -68,12 +81,14 @@ LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
 @pytest.mark.parametrize(
     ("kind", "dtype", "head_dim", "names"),
     [
-        (TritonBackend, FP32, 16, (*STEPS, *SOFTMAX_FEATURES, *PLANS)),
+        pytest.param(TritonBackend, FP32, 16, (*STEPS, *SOFTMAX_FEATURES, *PLANS), marks=pytest.mark.slow),
         (TritonBackend, BF16, 16, ("context", "ragged", "padding", "lse", "cache-dtypes")),
-        (TritonLatentBackend, FP32, 24, (*STEPS, *LATENT_FEATURES, *PLANS)),
+        pytest.param(TritonLatentBackend, FP32, 24, (*STEPS, *LATENT_FEATURES, *PLANS), marks=pytest.mark.slow),
         (TritonLatentBackend, BF16, 24, ("context", "ragged", "padding", "cache-dtypes")),
+        (TritonLatentBackend, FP32, 24, SPARSE),
+        (TritonIndexBackend, FP32, 16, INDEX),
     ],
-    ids=["softmax-fp32", "softmax-bf16", "latent-fp32", "latent-bf16"],
+    ids=["softmax-fp32", "softmax-bf16", "latent-fp32", "latent-bf16", "latent-sparse", "index"],
 )
 def test_narrowed_rows_pass_checks_of_the_kit(
     kind: Kind, dtype: torch.dtype, head_dim: int, names: Sequence[str]

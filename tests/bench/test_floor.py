@@ -9,11 +9,12 @@ import torch
 
 from sightline.bench import floor as floor_module
 from sightline.bench.engine.work import load_subject
-from sightline.bench.floor import CacheReads, Floor, Machine, ModelSize, measure_machine, model_size
+from sightline.bench.floor import CacheReads, ExpertSize, Floor, Machine, ModelSize, measure_machine, model_size
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from support.gguf_files import tiny_llama, write_llama
 from support.tiny_models import make_model
+from support.tiny_sparse import TOP_K, make_sparse
 
 MACHINE = Machine(read_bytes_per_second=10e9, operations_per_second=100e9)
 SIZE = ModelSize(layers=8 * 10**7, vocabulary=2 * 10**7, num_bytes=4 * 10**8)
@@ -44,6 +45,27 @@ def test_every_rows_cache_is_read_up_to_the_window() -> None:
     assert floor.decode([300, 50]) == pytest.approx((4e8 + 300e5 + 100e5 + 2 * 50e5) / 10e9)
 
 
+def test_experts_are_read_as_far_as_rows_use_them() -> None:
+    """Of 16 experts a token uses 4, so that two tokens use 7 of them if they choose evenly."""
+    experts = ExpertSize(weights=4 * 10**7, num_bytes=16 * 10**7, unused_share=0.75)
+    size = ModelSize(layers=8 * 10**7, vocabulary=2 * 10**7, num_bytes=4 * 10**8, experts=(experts,))
+    floor = Floor(MACHINE, size, ())
+    assert floor.decode([0]) == pytest.approx((24e7 + 4e7) / 10e9)
+    assert floor.decode([0, 0]) == pytest.approx((24e7 + 7e7) / 10e9)
+    assert floor.prefill(512) == pytest.approx(2 * (4e7 + 1e7) * 512 / 100e9)
+
+
+def test_the_states_of_a_row_are_read_and_written_whatever_its_context() -> None:
+    floor = Floor(MACHINE, SIZE, (CacheReads(0, None, state_bytes=3 * 10**6),))
+    assert floor.decode([50, 5000]) == pytest.approx((4e8 + 2 * 3e6) / 10e9)
+
+
+def test_a_sparse_layer_reads_every_index_key_and_the_chosen_entries() -> None:
+    floor = Floor(MACHINE, SIZE, (CacheReads(10**5, 100), CacheReads(10**4, None, unread=100)))
+    assert floor.decode([100]) == pytest.approx((4e8 + 100e5) / 10e9)
+    assert floor.decode([300, 50]) == pytest.approx((4e8 + 100e5 + 300e4 + 50e5) / 10e9)
+
+
 def test_rows_grow_by_a_token_each_step() -> None:
     floor = Floor(MACHINE, SIZE, (CacheReads(10**5, None),))
     assert floor.decode_all([10, 20], 2) == pytest.approx(floor.decode([11, 21]) + floor.decode([12, 22]))
@@ -67,3 +89,10 @@ def test_an_engines_cache_reads_are_those_of_its_layers(tmp_path: Path) -> None:
     per_layer = 2 * config.num_key_value_heads * config.head_dim * 4
     assert subject.floor.caches == (CacheReads(config.num_hidden_layers * per_layer, None),)
     assert subject.conditions.quantization == "dequantise"
+
+
+def test_cache_reads_of_a_sparse_model_are_chosen_entries_and_index_keys(tmp_path: Path) -> None:
+    make_sparse("glm_moe_dsa").save_pretrained(tmp_path)
+    subject = load_subject({"model": str(tmp_path), "cache_tokens": 512, "dtype": "float32", "device": "cpu"})
+    entries, keys = CacheReads(5 * (20 + 8) * 4, TOP_K), CacheReads(2 * 14 * 4, None, unread=TOP_K)
+    assert subject.floor.caches == (entries, keys)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.core.errors import BatchError, OutOfPages
 
 CPU = torch.device("cpu")

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as Drawn
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, rule
 
-from sightline.cache.pools import Bundle, CacheLimits, CacheStore
+from sightline.cache.pools import Bundle, CacheLimits
 from sightline.cache.prefix import PrefixCache, PrefixNode
-from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec, StateSpec
+from sightline.cache.states import StateCheckpoint
+from sightline.cache.store import CacheStore
 
 POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.float32),), num_layers=1)
 SPECS = (GroupCacheSpec("group0", (POOL,)), GroupCacheSpec("group1", (POOL,)))
@@ -280,3 +282,72 @@ def path(node: PrefixNode) -> tuple[int, ...]:
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine.pytestmark = [pytest.mark.timeout(120)]  # type: ignore[attr-defined]
+
+
+HYBRID = (*SPECS, GroupCacheSpec("recurrent", (), StateSpec((PlaneSpec("state", (1,), torch.float32),), num_layers=1)))
+
+
+def make_hybrid(count: int) -> tuple[PrefixCache, list[PrefixNode], list[StateCheckpoint]]:
+    """A cache of as many pages in one line, their nodes, and the states behind them, which one row pins."""
+    store = CacheStore(HYBRID, CacheLimits(17, PAGE, 4, 64, 2, 2 * count), torch.device("cpu"))
+    cache, states, row = PrefixCache(store), store.main.states, store.open_row()
+    assert states is not None
+    store.grow_row(row, count * PAGE)
+    node = cache.lock("", cache.find("", []))
+    nodes, checkpoints = [], []
+    for index in range(count):
+        start, stop = index * PAGE, (index + 1) * PAGE
+        states.pin(row, stop)
+        states.slots_to_write([row], [start], [PAGE], [1])
+        store.lengths.advance(row, stop)
+        states.launch(row, start, stop)
+        store.lengths.commit(row, stop)
+        node = cache.extend(node, [index] * PAGE, store.committed_bundle(row, index))
+        nodes.append(node)
+        checkpoint = states.checkpoint(row, stop)
+        assert checkpoint is not None
+        checkpoints.append(checkpoint)
+    return cache, nodes, checkpoints
+
+
+TOKENS = [index for index in range(4) for _ in range(PAGE)]
+
+
+def test_a_prefix_with_states_ends_at_the_last_one_and_knows_of_the_pages_behind_it() -> None:
+    cache, nodes, checkpoints = make_hybrid(4)
+    assert (cache.find("", TOKENS).bundles, cache.find("", TOKENS).num_seen) == ((), 4)
+    cache.attach(nodes[1], checkpoints[1])
+    match = cache.find("", TOKENS)
+    assert (match.node, match.checkpoint, len(match.bundles), match.num_seen) == (nodes[1], checkpoints[1], 2, 4)
+
+
+def test_a_state_of_another_position_is_not_attached() -> None:
+    cache, nodes, checkpoints = make_hybrid(3)
+    with pytest.raises(ValueError, match="expected the state behind 4 tokens, where the page ends, got one behind 6"):
+        cache.attach(nodes[1], checkpoints[2])
+    assert cache.num_checkpoints == 0
+
+
+def test_the_checkpoint_that_was_unused_for_longest_goes_first() -> None:
+    cache, nodes, checkpoints = make_hybrid(3)
+    for node, checkpoint in zip(nodes, checkpoints, strict=True):
+        assert cache.attach(node, checkpoint)
+        assert not cache.attach(node, checkpoint)
+    cache.lock("", cache.find("", TOKENS[:PAGE]))
+    dropped = []
+    while cache.drop_checkpoint():
+        dropped.append([node.checkpoint is None for node in nodes])
+    assert dropped == [[False, True, False], [False, True, True], [True, True, True]]
+    assert cache.num_checkpoints == 0
+
+
+def test_a_state_is_restored_only_behind_its_own_number_of_tokens() -> None:
+    cache, nodes, checkpoints = make_hybrid(3)
+    store, bundles = cache._store, [node.bundle for node in nodes]
+    row = store.open_row()
+    store.adopt(row, bundles[:1])
+    with pytest.raises(ValueError, match="expected an open row of 4 tokens to restore the state behind them"):
+        store.restore(row, checkpoints[1])
+    store.restore(row, checkpoints[0])
+    assert store.main.states is not None
+    assert store.main.states.positions(row) == (PAGE,)

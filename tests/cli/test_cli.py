@@ -127,6 +127,7 @@ def test_chat_stops_at_a_string_and_says_so() -> None:
     assert "greedy" in result.stderr
 
 
+@pytest.mark.prove
 def test_chat_talks_until_the_input_ends_and_remembers() -> None:
     result = sightline("chat", "-q", *QUICK, stdin="My name is Ada.\n\nWhat is my name?\n")
     assert result.returncode == 0

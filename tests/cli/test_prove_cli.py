@@ -73,8 +73,11 @@ OTHERS: dict[str, Any] = {
     "max_num_batched_tokens": 99,
     "page_size": 32,
     "cache_tokens": 1000,
+    "max_state_checkpoints": 5,
     "kv_cache_dtype": "fp8",
     "memory_fraction": 0.25,
+    "enable_hisparse": True,
+    "hisparse_config": '{"host_to_device_ratio": 3}',
     "prefix_caching": True,
     "attention_backend": "torch",
     "prefill_attention_backend": "triton",
@@ -90,11 +93,12 @@ def test_every_setting_is_known_to_change_attention_or_not_to() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_command_that_proves_an_engine_says_what_the_engine_was_asked_for(name: str) -> None:
-    words = prove_words(replace(EngineConfig(), **{name: OTHERS[name]}), "a/folder")
+    also: dict[str, Any] = {"enable_hisparse": True} if name == "hisparse_config" else {}
+    words = prove_words(replace(EngineConfig(), **{name: OTHERS[name]}, **also), "a/folder")
     assert words[:3] == ("conformance", "--model", "a/folder")
     usual = parsed(("conformance", "--model", "a/folder"))
     value = (OTHERS[name],) if name == "page_size" else OTHERS[name]
-    assert parsed(words) == usual | {name: value}
+    assert parsed(words) == usual | also | {name: value}
 
 
 def test_the_command_names_nothing_that_is_as_usual() -> None:

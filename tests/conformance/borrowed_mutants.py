@@ -13,7 +13,8 @@ from conformance.mutants import Mutant
 from conformance.parts import CORRECT, Kept, Keys, Planes, Tokens, is_paged, read_plane, sees, take_buffer
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, StepView
-from sightline.attention.planner import LayerPlace, Planner
+from sightline.attention.places import LayerPlace
+from sightline.attention.planner import Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import MaskKind
 
@@ -23,12 +24,11 @@ class OwnPlaces(Planner):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        places = {
+        self._places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(self._bindings)
             for index, layer in enumerate(binding.group.layers)
         }
-        self._places = tuple(places[layer] for layer in range(len(places)))
 
 
 class StaleLoan:

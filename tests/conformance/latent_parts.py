@@ -101,6 +101,11 @@ def merge(pieces: Sequence[Piece]) -> Piece:
     return merge_parts(torch.stack(outs), torch.stack(lses))
 
 
+def taken_places(row: LatentRow, query: int, choice: Tensor) -> Tensor:
+    del row, query
+    return choice[choice >= 0].long()
+
+
 @dataclass(frozen=True)
 class LatentParts:
     """What a backend is made of. The defaults are correct."""
@@ -126,6 +131,18 @@ class LatentParts:
     merge: Callable[[Sequence[Piece]], Piece] = merge
     merged_lse: Callable[[Tensor, Tensor], Tensor] = lambda merged, new: merged
     """From that of all parts and that of the new tokens alone."""
+    chosen: Callable[[LatentRow, Tensor, Kept], Tensor] = lambda row, chosen, kept: chosen
+    """The choice [query_len, top_k] of a row's queries; the plan keeps something from layer to layer."""
+    places: Callable[[LatentRow, int, Tensor], Tensor] = taken_places
+    """The places of the entries that a query reads, from its choice [top_k]."""
+    weighed: Callable[[Tensor, Tensor], Tensor] = lambda places, choice: torch.ones_like(places, dtype=torch.bool)
+    """Which of the read entries count."""
+    page_size: Callable[[int], int] = lambda page_size: page_size
+    """With which chosen entries are looked up."""
+    chosen_lse: Callable[[Tensor, Callable[[], Tensor]], Tensor] = lambda chosen, of_all: chosen
+    """From that of the chosen entries and that of all."""
+    reads_padding: bool = False
+    """Whether what padding tokens chose is looked up."""
 
 
 CORRECT = LatentParts()

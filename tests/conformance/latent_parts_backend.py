@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,7 +32,14 @@ LATENT = replace(
     spec_kinds=frozenset({SpecKind.LATENT}),
     dtypes=DTYPES,
     features=frozenset(
-        {Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC, Feature.SEVERAL_PLANS}
+        {
+            Feature.NON_CAUSAL,
+            Feature.TREE_MASK,
+            Feature.LSE,
+            Feature.SPARSE,
+            Feature.DETERMINISTIC,
+            Feature.SEVERAL_PLANS,
+        }
     ),
     host_lengths=HostLengths.EXACT,
     graph=GraphLevel.NONE,
@@ -93,6 +101,9 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
     rows: tuple[LatentRow, ...]
     needs_lse: bool
     kept: Kept
+    is_sparse: bool
+    num_tokens: int
+    kept_in_plan: Kept
 
     def prepare(self) -> None:
         """Layers share nothing but rows."""
@@ -111,7 +122,10 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
             self._value_up(inputs.value_up.float()),
         )
         lse = torch.full((out.shape[0], out.shape[1]), -torch.inf, device=out.device)
-        for row, (found, row_lse) in self._answers(given, new, stored):
+        answers = (
+            self._chosen_answers(given, inputs, new, stored) if self.is_sparse else self._answers(given, new, stored)
+        )
+        for row, (found, row_lse) in answers:
             out[row.tokens] = found.to(out.dtype)
             lse[row.tokens] = row_lse
         return lse if self.needs_lse else None
@@ -140,6 +154,43 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
             ]
             answers.append((row, self._merge(layer, row, pieces, new, stored)))
         return answers
+
+    def _chosen_answers(
+        self, layer: _Layer, inputs: LatentInputs, new: Tensor, stored: _Stored
+    ) -> list[tuple[LatentRow, Piece]]:
+        """One query at a time, over the entries that it chose."""
+        assert inputs.chosen is not None, "a sparse step has a choice"
+        answers = []
+        for row in self.rows:
+            choice = self.parts.chosen(row, inputs.chosen[row.tokens], self.kept_in_plan)
+            for query in range(row.query_len):
+                one = replace(row, first_token=row.first_token + query, query_len=1, context_len=row.seq_len - 1)
+                places = self.parts.places(row, query, choice[query])
+                entries = self._at(row, places, new, stored)
+                seen = self.parts.weighed(places, choice[query])
+                found, lse = layer.absorbed(one, entries, seen)
+                answers.append(
+                    (one, (found, self.parts.chosen_lse(lse, self._lse_of_all(layer, one, row, query, new, stored))))
+                )
+        if self.parts.reads_padding and self.num_tokens > sum(row.query_len for row in self.rows):
+            self._at(self.rows[-1], inputs.chosen[-1].long(), new, stored)
+        return answers
+
+    def _lse_of_all(
+        self, layer: _Layer, one: LatentRow, row: LatentRow, query: int, new: Tensor, stored: _Stored
+    ) -> Callable[[], Tensor]:
+        def found() -> Tensor:
+            return layer.absorbed(one, self._read(row, 0, row.seq_len, new, stored), row.visible[query : query + 1])[1]
+
+        return found
+
+    def _at(self, row: LatentRow, places: Tensor, new: Tensor, stored: _Stored) -> Tensor:
+        """The row's entries at these places, in fp32."""
+        if self.write_slots is None:
+            return new[places + row.first_token].float()
+        size = self.parts.page_size(self.pool.page_size)
+        slots = self.pool.table.slots(torch.full_like(places, row.table_row), places, size)
+        return self.parts.load(get_entries(stored.plane, slots), stored.scale).float()
 
     def _merge(self, layer: _Layer, row: LatentRow, pieces: list[Piece], new: Tensor, stored: _Stored) -> Piece:
         """The chunks of a row, and its new tokens."""
@@ -198,6 +249,9 @@ class LatentPartsBackend(AttentionBackend[LatentSpec, LatentInputs]):
             rows=tuple(rows),
             needs_lse=Feature.LSE in step.needs,
             kept=self._kept,
+            is_sparse=step.is_sparse,
+            num_tokens=batch.num_tokens,
+            kept_in_plan={},
         )
 
 

@@ -6,17 +6,29 @@ PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table     # writes the p
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 from conformance.borrowed_mutants import BORROWED_MUTANTS
+from conformance.index_mutants import INDEX_MUTANTS, IndexMutant
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
 from conformance.mutants import MUTANTS, Mutant
+from conformance.sparse_mutants import SPARSE_MUTANTS
+from conformance.state_mutants import STATE_MUTANTS, StateMutant
 from sightline.attention.spec import SpecKind
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.trial import Check
 
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-ALL_MUTANTS: tuple[Mutant | LatentMutant, ...] = (*MUTANTS, *BORROWED_MUTANTS, *LATENT_MUTANTS)
+AnyMutant: TypeAlias = Mutant | LatentMutant | StateMutant | IndexMutant
+ALL_MUTANTS: tuple[AnyMutant, ...] = (
+    *MUTANTS,
+    *BORROWED_MUTANTS,
+    *LATENT_MUTANTS,
+    *SPARSE_MUTANTS,
+    *INDEX_MUTANTS,
+    *STATE_MUTANTS,
+)
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 

@@ -289,6 +289,8 @@ def seen_point(step: StepView, context: BackendContext[Any], pool: Pool, past: _
     point[Dimension.POOL_SLOTS] = pool.plane(pool.spec.planes[0].name).shape[1]
     if spec.window is not None:
         point[Dimension.WINDOW] = spec.window
+    if spec.kind is SpecKind.LATENT:
+        point[Dimension.TOP_K] = spec.top_k or 0
     return point
 
 

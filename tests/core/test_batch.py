@@ -449,14 +449,14 @@ def test_an_idle_batch_has_no_row_and_speaks_of_the_same_pools() -> None:
     assert idle.query_offsets_host() == (0,)
 
 
-COLUMNS = ("table_rows", "tokens", "context_lens", "num_logits", "masks", "positions", "unread")
+COLUMNS = ("table_rows", "tokens", "context_lens", "num_logits", "masks", "positions", "unread", "num_candidates")
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize("count", [1, 39, 41])
 def test_columns_of_different_lengths_are_refused(name: str, count: int) -> None:
     rows = 40
-    values = {name: [value] * rows for name, value in zip(COLUMNS, (0, [5], 0, 1, CAUSAL, None, None), strict=True)}
+    values = {name: [value] * rows for name, value in zip(COLUMNS, (0, [5], 0, 1, CAUSAL, None, None, 1), strict=True)}
     values["table_rows"] = list(range(1, 1 + rows))
     short = {**values, name: [*values[name], FULL if name == "masks" else values[name][0]][:count]}
     with pytest.raises(BatchError, match="columns of one length"):
@@ -465,7 +465,7 @@ def test_columns_of_different_lengths_are_refused(name: str, count: int) -> None
 
 def decoded(**facts: object) -> StepWork:
     """Three rows of decode with one fact of each replaced."""
-    values = {name: (value,) * 3 for name, value in zip(COLUMNS, (0, [5], 4, 1, CAUSAL, None, None), strict=True)}
+    values = {name: (value,) * 3 for name, value in zip(COLUMNS, (0, [5], 4, 1, CAUSAL, None, None, 1), strict=True)}
     return StepWork(**{**values, "table_rows": (1, 2, 3), **facts})  # type: ignore[arg-type]
 
 

@@ -31,7 +31,12 @@ class Pages:
     def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
         return 100 * rows + entries
 
-    def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+    def slots_to_read(self, rows: Sequence[int], contexts: Sequence[int]) -> None:
+        del rows, contexts
+
+    def slots_to_write(
+        self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int], candidates: Sequence[int] = ()
+    ) -> list[int]:
         spans = zip(rows, firsts, counts, strict=True)
         return [100 * row + place for row, first, count in spans for place in range(first, first + count)]
 

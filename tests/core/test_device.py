@@ -19,6 +19,7 @@ from sightline.core.device import (
     available_bytes,
     detect_device,
     device_memory,
+    has_cuda,
     lacks_products,
 )
 from sightline.core.errors import ConfigError
@@ -61,6 +62,55 @@ def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unknown_device_is_refused_with_the_known_ones(requested: str) -> None:
     with pytest.raises(ConfigError, match=f"expected --device auto, cpu or cuda, got '{requested}'"):
         detect_device(requested)
+
+
+@pytest.mark.parametrize(
+    ("requested", "what"),
+    [
+        ("npu", "an Ascend NPU"),
+        ("npu:3", "an Ascend NPU"),
+        ("hip", "an AMD GPU"),
+        ("ROCm", "an AMD GPU"),
+        ("musa", "a Moore Threads GPU"),
+    ],
+)
+def test_a_device_that_no_backend_serves_is_refused_by_name(requested: str, what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        detect_device(requested)
+    message = str(refused.value)
+    assert message.startswith("expected --device auto, cpu or cuda")
+    assert f"got '{requested}', {what}, for which there is no attention backend; use --device cpu" in message
+
+
+@pytest.mark.parametrize("requested", ["auto", "cuda"])
+def test_torch_for_rocm_is_not_taken_for_cuda(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that CUDA is available, and an MI250 has Hopper's compute capability."""
+    facts = {"is_available": True, "current_device": 0, "get_device_name": "MI250X", "get_device_capability": (9, 0)}
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    with pytest.raises(ConfigError, match=rf"got '{requested}' with torch for ROCm 6\.4\.1, an AMD GPU.*--device cpu"):
+        detect_device(requested)
+    assert detect_device("cpu") == CPU
+    assert not has_cuda()
+
+
+def test_torch_for_rocm_without_a_card_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    assert detect_device("auto") == CPU
+
+
+@pytest.mark.parametrize(("kind", "what"), [("npu", "an Ascend NPU"), ("musa", "a Moore Threads GPU")])
+def test_auto_does_not_pass_over_an_accelerator_that_no_backend_serves(
+    kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"got 'auto' with torch for {what}.*no attention backend; use --device cpu"):
+        detect_device("auto")
+    assert detect_device("cpu") == CPU
 
 
 def test_cuda_without_cuda_is_an_error_and_never_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from support.hybrids import HYBRIDS, make_hybrid
 from support.tiny_models import make_model
+from support.tiny_sparse import SPARSE, make_sparse
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +20,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def find(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            make_model(family).save_pretrained(made[family])
+            makers = dict.fromkeys(HYBRIDS, make_hybrid) | dict.fromkeys(SPARSE, make_sparse)
+            makers.get(family, make_model)(family).save_pretrained(made[family])
         return made[family]
 
     return find

@@ -29,7 +29,7 @@ from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.frozen import FrozenDrafter
 from sightline.speculative.heads import HeadDrafter
 from sightline.speculative.network_steps import DraftedRow, NetworkOutputs, NetworkSteps
-from support.case_marks import routine
+from support.case_marks import proofs, routine
 from support.eagle3_heads import CASES, make_weights, reference, save_head
 from support.eagle3_runs import make_target
 from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
@@ -200,7 +200,7 @@ def drafting(case: Case, **changes: object) -> LLM:
     return tiny(case.folder, speculative_config=case.config, **changes)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3, one module", "eagle3"])
+@pytest.mark.parametrize("name", ["deepseek_v3, one module", *proofs("eagle3")])
 def test_steps_that_are_planned_at_once_guess_the_same(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -225,7 +225,9 @@ def has_failed(llm: LLM) -> bool:
     return any(each.subject == "speculative_config" for each in llm.engine.ledger.degradations)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name", routine({name: name for name in MAKERS}, "deepseek_v3, three modules", "gemma4, frozen", "eagle3")
+)
 def test_guesses_are_those_of_the_reference_and_answers_those_without(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -254,8 +256,6 @@ SIZES: dict[str, dict[str, object]] = {
             for name in ("deepseek_v3, three modules", "eagle3", "gemma4, frozen")
         },
         "retraction, deepseek_v3, three modules",
-        "retraction, gemma4, frozen",
-        "chunks, deepseek_v3, three modules",
         "context, eagle3",
     ),
 )
@@ -273,7 +273,9 @@ def test_room_and_sizes_change_nothing(
     assert recorded.num_wrong(case) == 0
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3, one module", "glm4_moe, two modules", "eagle3", "gemma4, frozen"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3, one module", "gemma4, frozen", *proofs("glm4_moe, two modules", "eagle3")]
+)
 def test_every_parameter_and_shared_prefixes_give_the_same_answers(cases: Callable[[str], Case], name: str) -> None:
     case = cases(name)
     expected = ask(tiny(case.folder), EVERYTHING, PROMPTS)
@@ -295,7 +297,7 @@ def test_a_text_that_goes_on_from_the_cache_is_drafted_for(
     [first] = ask(llm, GREEDY, PROMPTS[:1])
     recorded = Recorded(monkeypatch)
     longer = [[*first.prompt_token_ids, *first.outputs[0].token_ids]]
-    [found] = ask(llm, replace(GREEDY, max_tokens=60), longer)
+    [found] = ask(llm, replace(GREEDY, max_tokens=36), longer)
     assert found.num_cached_tokens > len(PROMPTS[0])
     assert recorded.num_wrong(case) == 0
 
@@ -386,7 +388,7 @@ PLANTS: dict[str, Plant] = {
 }
 
 
-@pytest.mark.parametrize("plant", routine(PLANTS, "guessed_entries_kept", "position_frozen"))
+@pytest.mark.parametrize("plant", routine(PLANTS, "position_frozen"))
 def test_planted_faults_are_seen(cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
     """Each fault changes a guess, or ends guessing. None changes an answer."""
     case = cases("deepseek_v3, three modules")

@@ -14,6 +14,7 @@ from sightline import LLM
 from sightline.core.errors import ConfigError
 from sightline.engine.engine import Engine
 from sightline.speculative.drafts import AdaptiveDrafts
+from support.case_marks import proofs
 from support.engines import is_at_rest
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, SAMPLED, ask, tiny, tokens_of
 from support.tiny_models import make_model, random_prompts
@@ -47,7 +48,7 @@ def share(engine: Engine) -> float:
     return metrics.spec_decode_num_accepted_tokens / metrics.spec_decode_num_draft_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", *proofs("gemma2", "gemma3", "gpt_oss", "qwen3_moe"), "deepseek_v3"])
 def test_answers_are_those_without_a_drafter(folders: Folders, family: str) -> None:
     expected = ask(tiny(folders(family)), EVERYTHING, PROMPTS)
     llm = drafted(folders(family), folders("llama"))
@@ -55,7 +56,7 @@ def test_answers_are_those_without_a_drafter(folders: Folders, family: str) -> N
     assert share(llm.engine) >= 0.0
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", *proofs("deepseek_v3", "gemma3")])
 def test_a_drafter_that_is_the_model_itself_is_always_right(folders: Folders, family: str) -> None:
     params = replace(GREEDY, max_tokens=40)
     expected = ask(tiny(folders(family)), params, PROMPTS)
@@ -97,7 +98,7 @@ def test_room_and_sizes_change_nothing(folders: Folders, nearly: Path, changes: 
         assert llm.engine.num_retractions > 0
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 39])
+@pytest.mark.parametrize("max_tokens", [1, 8, 39, *proofs(2, 7, 9)])
 def test_a_draft_ends_with_the_context(folders: Folders, max_tokens: int) -> None:
     params = replace(GREEDY, max_tokens=max_tokens)
     expected = ask(tiny(folders("llama"), max_model_len=48), params, PROMPTS[:1])

@@ -13,6 +13,7 @@ from sightline.engine import engine as engine_module
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, ObservedStep
 from sightline.speculative.drafts import AdaptiveDrafts
+from support.case_marks import proofs
 from support.speculating import EVERYTHING, PROMPTS, ask, tiny, tokens_of
 from support.tiny_models import VOCAB, make_model
 
@@ -174,7 +175,7 @@ class Blind(Right):
         raise RuntimeError("expected states, got none")
 
 
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [1, *proofs(2)])
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -27,7 +27,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, RequestError, UnsupportedModelError
 from sightline.engine.embedder import Embedder
 from sightline.engine.text_embedder import TextEmbedder
-from support.case_marks import routine
+from support.case_marks import proofs, routine
 from support.forged import forged
 from support.tiny_bert import (
     CLS,
@@ -108,9 +108,6 @@ def watch(embedder: TextEmbedder, patch: pytest.MonkeyPatch) -> list[PlannedBatc
     routine(
         {family: family for family in FAMILIES if family not in SHARING},
         "llama",
-        "gemma3",
-        "gpt_oss",
-        "qwen3_moe",
         "deepseek_v3",
     ),
 )
@@ -145,7 +142,7 @@ def test_texts_that_begin_alike_share_what_is_whole_of_it(decoders: Callable[[st
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
-@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("chunk", [3, *proofs(1, 8)])
 def test_the_mean_of_a_decoders_states_is_the_same_in_chunks(tmp_path: Path, family: str, chunk: int) -> None:
     model = make_model(family)
     folder = save_embedder(model, tmp_path, pooling="mean")
@@ -172,7 +169,7 @@ Plan = Callable[[Any, StepView, PlanBuffers], Any]
 
 def without_writing(plan: Plan) -> Plan:
     """Reads the cache, and does not write it."""
-    return lambda backend, step, buffers: replace(plan(backend, step, buffers), write_slots=None)
+    return lambda backend, step, buffers: writing_at(plan(backend, step, buffers), None)
 
 
 def without_reading(plan: Plan) -> Plan:
@@ -183,9 +180,15 @@ def without_reading(plan: Plan) -> Plan:
             return plan(backend, step, buffers)
         blind = plan(backend, replace(step, policy=CachePolicy.TRANSIENT, batch=without_context(step.batch)), buffers)
         [rows] = step.batch.pools.values()
-        return replace(blind, write_slots=rows.write_slots)
+        return writing_at(blind, rows.write_slots)
 
     return planned
+
+
+def writing_at(plan: Any, slots: Tensor | None) -> Any:
+    """`plan`, which writes its entries at `slots`: a latent plan leaves that to its coordinator's."""
+    kept = getattr(plan, "kept", None)
+    return replace(plan, write_slots=slots) if kept is None else replace(plan, kept=replace(kept, write_slots=slots))
 
 
 def without_context(batch: Batch) -> Batch:

@@ -27,6 +27,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.scheduler.sequence import SequenceState
 from sightline.text.detokenizer import _ByteLevel
 from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
+from support.case_marks import proofs
 from support.engines import is_at_rest
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
@@ -91,7 +92,7 @@ def text_of(llm: LLM, tokens: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *proofs(*range(1, 6))])
 def test_a_stop_string_cuts_the_text_that_would_have_come(folder: Path, seed: int, include: bool) -> None:
     llm = with_text(tiny(folder))
     free = one(llm, with_changes(SAMPLED, seed=seed)).outputs[0]
@@ -270,8 +271,8 @@ def test_a_stream_tells_the_logprobs_of_its_tokens(folder: Path) -> None:
     assert tuple(told) == one(llm, params).outputs[0].logprobs
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 512])
-@pytest.mark.parametrize("scored", [1, 5, 1000])
+@pytest.mark.parametrize("chunk", [*proofs(1), 7, 512])
+@pytest.mark.parametrize("scored", [1, 5, *proofs(1000)])
 def test_prompt_logprobs_in_chunks_are_those_of_transformers(
     model: PreTrainedModel, folder: Path, chunk: int, scored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from sightline.core.errors import EngineClosedError
 from sightline.core.request import Terms
 from sightline.engine.engine import Engine
 from sightline.llm import EngineSettings
+from support.case_marks import proofs
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -92,8 +93,7 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
     "changes",
     [
         {},
-        {"prefix_caching": False},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+        *proofs({"prefix_caching": False}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}),
         {"cache_tokens": 72, "max_model_len": 64, "max_num_seqs": 5},
     ],
     ids=["cached", "uncached", "chunked", "retracted"],

@@ -14,15 +14,16 @@ from sightline.attention.planner import PlannedBatch
 from sightline.core.request import Terms
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.scheduler.sequence import SequenceState
+from support.case_marks import proofs
 from support.engines import is_at_rest
-from support.tiny_models import make_model, random_prompts
+from support.tiny_models import make_model, prompts_alike, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PAGE = 4
 
 
 # The hybrids have all that the plain model has, and windows and sinks: the plain one is a proof.
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.prove), "gemma3", "gemma4", "gpt_oss"])
+@pytest.fixture(scope="module", params=[*proofs("llama"), "gemma3", "gemma4", *proofs("gpt_oss")])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(str(request.param))
     make_model(str(request.param)).save_pretrained(path)
@@ -42,12 +43,6 @@ def tokens(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[continuation.token_ids for continuation in output.outputs] for output in outputs]
 
 
-def families(shared: int, count: int, own: int) -> list[list[int]]:
-    """Prompts that begin alike and end differently."""
-    [beginning] = random_prompts([shared], seed=5)
-    return [beginning + end for end in random_prompts([own] * count, seed=6)]
-
-
 def test_a_prompt_that_was_answered_is_found_but_for_its_last_token(folder: Path) -> None:
     llm = tiny(folder)
     prompts = random_prompts([17, 16, 3])
@@ -63,11 +58,11 @@ def test_a_prompt_that_was_answered_is_found_but_for_its_last_token(folder: Path
 def rounds(folder: Path) -> list[tuple[list[list[int]], list[list[tuple[int, ...]]]]]:
     """Prompts, and their answers without a cache, which no chunk changes."""
     plain = tiny(folder, prefix_caching=False, max_num_seqs=4)
-    asked = [families(22, 4, 5), families(22, 4, 5), families(9, 3, 14), random_prompts([30, 2, 8])]
+    asked = [prompts_alike(22, 4, 5), prompts_alike(22, 4, 5), prompts_alike(9, 3, 14), random_prompts([30, 2, 8])]
     return [(prompts, tokens(ask(plain, prompts))) for prompts in asked]
 
 
-@pytest.mark.parametrize("chunk", [5, 16, 512])
+@pytest.mark.parametrize("chunk", [5, *proofs(16), 512])
 def test_answers_are_those_without_a_cache(
     folder: Path, rounds: list[tuple[list[list[int]], list[list[tuple[int, ...]]]]], chunk: int
 ) -> None:
@@ -92,7 +87,7 @@ def test_a_conversation_reuses_its_answers_too(folder: Path) -> None:
 
 
 def test_a_cache_that_is_too_small_evicts_and_answers_all_the_same(folder: Path) -> None:
-    prompts = families(12, 6, 9) + random_prompts([25, 31, 7], seed=9)
+    prompts = prompts_alike(12, 6, 9) + random_prompts([25, 31, 7], seed=9)
     small = tiny(folder, cache_tokens=64, max_num_seqs=3, max_model_len=64)
     expected = tokens(ask(tiny(folder, prefix_caching=False), prompts))
     for _ in range(2):
@@ -167,7 +162,7 @@ def test_prompts_whose_logprobs_are_wanted_are_computed_in_full(folder: Path) ->
 
 def test_cancelling_in_any_phase_leaves_every_page_with_its_owner(folder: Path) -> None:
     llm = tiny(folder, max_num_batched_tokens=8, max_num_seqs=4)
-    prompts = families(16, 3, 9)
+    prompts = prompts_alike(16, 3, 9)
     for steps in range(8):
         requests = [llm.engine.submit(prompt, GREEDY) for prompt in prompts]
         for _ in range(steps):

@@ -24,6 +24,7 @@ from sightline.engine.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.sampling.sampler import BestTokens, Chosen, RowSampling, choose_unread
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from support.case_marks import proofs
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -31,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LENGTHS = [9, 14, 3, 30, 6]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=[*proofs("llama"), "gemma3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(str(request.param))
     make_model(str(request.param)).save_pretrained(path)

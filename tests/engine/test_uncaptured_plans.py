@@ -16,6 +16,7 @@ from sightline.core.errors import UncapturedPlanError
 from sightline.llm import TokensPrompt
 from support import captured_engines
 from support.captured_engines import CAPTURABLE
+from support.case_marks import proofs
 from support.graph_checks import Rows
 from support.tiny_models import make_model, random_prompts
 
@@ -44,7 +45,7 @@ def taking_more(size: int) -> Take:
     return take
 
 
-MORE = pytest.mark.parametrize("size", [1, 1 << 16], ids=["elsewhere", "overflowing"])
+MORE = pytest.mark.parametrize("size", [1, *proofs(1 << 16)], ids=["elsewhere", "overflowing"])
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -56,7 +57,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 @MORE
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["waiting", "overlapped"])
+@pytest.mark.parametrize("async_scheduling", [*proofs(False), True], ids=["waiting", "overlapped"])
 def test_such_a_step_runs_eagerly_and_is_counted(
     size: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, async_scheduling: bool
 ) -> None:

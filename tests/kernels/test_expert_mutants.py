@@ -111,7 +111,7 @@ MUTANTS = {
         experts, "choice // PER_TOKEN if", "tl.maximum(choice - 1, 0) // PER_TOKEN if", several_choices
     ),
     "result of another choice": Mutant(
-        experts, "out + choice.to(tl.int64)", "out + place.to(tl.int64)", several_choices
+        experts, "target = place if GATE >= 0 else choice", "target = place", several_choices
     ),
     "weight of another choice": Mutant(
         experts, "tl.load(weights + choice)", "tl.load(weights + token * PER_TOKEN)", several_choices

@@ -39,12 +39,36 @@ def test_experts_equal_one_choice_after_another(
     assert_right(case, computed(case))
 
 
-@pytest.mark.parametrize("gate", [*(GateRule(kind) for kind in list(GateKind)[:4]), CLAMPED], ids=lambda x: x.kind.name)
+@pytest.mark.parametrize(
+    "gate", [CLAMPED, *(GateRule(kind) for kind in GateKind if kind is not CLAMPED.kind)], ids=lambda x: x.kind.name
+)
 def test_every_gate_and_biases(gate: GateRule) -> None:
     case = make_case(4, 2, 3, gate=gate, bias=True)
     assert_right(case, computed(case))
     far = replace(case, x=case.x * 200)
     torch.testing.assert_close(computed(far).double(), expected(far), atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_gate_themselves_are_those_whose_gates_are_their_ups(dtype: torch.dtype, *, bias: bool) -> None:
+    case = make_case(5, 2, 3, 33, 17, dtype=dtype, gate=GateRule(GateKind.RELU), bias=bias)
+    up = case.gate_up.weight[:, 17:]
+    shift = None if case.gate_up.bias is None else case.gate_up.bias[:, 17:]
+    twice = replace(
+        case,
+        gate_up=StackedWeights(torch.cat((up, up), dim=1), None if shift is None else torch.cat((shift, shift), dim=1)),
+    )
+    once = replace(case, gate_up=StackedWeights(up, shift))
+    assert_right(twice, computed(once, gates_itself=True))
+
+
+def test_experts_that_gate_themselves_may_stay_in_fp8() -> None:
+    case = make_case(3, 2, 3, 256, 160, dtype=torch.bfloat16, gate=GateRule(GateKind.RELU))
+    packed, decoded = as_fp8_blocks(StackedWeights(case.gate_up.weight[:, 160:]), halves=1)
+    twice = StackedWeights(torch.cat((decoded.weight, decoded.weight), dim=1).to(torch.bfloat16))
+    got = computed(replace(case, gate_up=packed), config=IN_FP8, gates_itself=True)
+    assert_right(replace(case, gate_up=twice), got)
 
 
 @pytest.mark.parametrize(

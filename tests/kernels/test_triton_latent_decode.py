@@ -38,13 +38,10 @@ CASES = {
     routine(
         CASES,
         "page-7",
-        "page-64",
         "more-heads-than-a-unit",
-        "fewer-tiles-than-programs",
         "more-parts-than-are-merged-at-once",
         "without-lse",
         "first-half-not-full",
-        "bf16",
         "only-empty-rows",
         "fp8",
     ),

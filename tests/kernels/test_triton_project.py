@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sightline.attention.backends.triton.plans import Chip
+from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.project import project_real
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

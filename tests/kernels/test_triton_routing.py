@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sightline.layers.routing import Groups, Routing, Score, Share
+from support.case_marks import proofs
 from support.expert_cases import check_routing, choices_of, normal
 
 KINDS = {
@@ -59,7 +60,7 @@ NEGATIVE_NAN = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
-@pytest.mark.parametrize("nan", [torch.tensor(torch.nan), NEGATIVE_NAN], ids=["positive", "negative"])
+@pytest.mark.parametrize("nan", [*proofs(torch.tensor(torch.nan)), NEGATIVE_NAN], ids=["positive", "negative"])
 @all_kinds
 def test_a_nan_of_any_expert_makes_all_weights_of_its_token_nan_on_both(routing: Routing, nan: Tensor) -> None:
     """A choice without the expert whose logit is no number would look like any other."""

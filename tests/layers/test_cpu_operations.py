@@ -16,7 +16,7 @@ from sightline.layers.cpu_operations import CpuOperations, rounded
 from sightline.layers.norm import RmsNorm
 from support.cpu_launchers import CheckedLauncher
 from support.layers import TORCH
-from support.operation_cases import GATES, Check, OperationCases, Run, compare
+from support.operation_cases import GATES, Check, OperationCases, Run, StateOperationCases, compare
 
 TOLERANCES = {torch.float32: 5e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 CPU = torch.device("cpu")
@@ -38,6 +38,10 @@ def check(launcher: CpuLauncher) -> Check:
 
 
 class TestCpuOperations(OperationCases):
+    pass
+
+
+class TestCpuStateOperations(StateOperationCases):
     pass
 
 
@@ -119,7 +123,7 @@ def test_buffers_of_another_dtype_or_order_are_refused(operations: CpuOperations
         with pytest.raises(ValueError, match="expected row-major buffers"):
             operations.norm(x, norm, torch.empty(3, 8))
     for logits in (torch.ones(8, 3).t(), torch.ones(3, 8).bfloat16()):
-        with pytest.raises(ValueError, match="expected row-major fp32 logits"):
+        with pytest.raises(ValueError, match="expected row-major fp32"):
             operations.softcap(logits, 1.0)
 
 

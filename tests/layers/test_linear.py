@@ -43,6 +43,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda value: F.gelu(value, approximate="tanh"),
     Activation.RELU: F.relu,
+    Activation.SIGMOID: torch.sigmoid,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sightline.attention.spec import group_layers
+from sightline.attention.groups import group_layers
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger

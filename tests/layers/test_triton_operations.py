@@ -14,7 +14,7 @@ from sightline.layers.activation import Activation, Gate
 from sightline.layers.norm import RmsNorm
 from sightline.layers.triton_operations import TritonOperations
 from support.extend_cases import DEVICE
-from support.operation_cases import GATES, Check, OperationCases, Run, compare
+from support.operation_cases import GATES, Check, OperationCases, Run, StateOperationCases, compare
 
 TRITON = TritonOperations()
 # The interpreter cuts bf16 off where a device rounds.
@@ -46,6 +46,15 @@ def check(launches: SimpleNamespace) -> Check:
 
 class TestTritonOperations(OperationCases):
     pass
+
+
+class TestTritonStateOperations(StateOperationCases):
+    @pytest.fixture
+    def check(self) -> Check:
+        def against_torch(run: Run, dtype: torch.dtype, rows: int) -> None:
+            compare(run, TRITON, dtype, TOLERANCES[dtype], DEVICE)
+
+        return against_torch
 
 
 def test_half_precision_does_not_overflow_on_the_way() -> None:

@@ -15,6 +15,7 @@ from sightline.core.errors import CheckpointError, ConfigError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import Runtime, build_runtime
+from support.case_marks import proofs
 from support.tiny_models import make_model, random_prompts, relative_error, stepped_logits
 
 LAYERS = {"llama": 3, "deepseek_v3": 3}
@@ -133,7 +134,7 @@ def test_what_is_no_scale_is_refused(tmp_path: Path, scales: Mapping[str, Tensor
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "qwen3", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *proofs("bfloat16")])
 def test_logits_of_a_model_are_near_those_of_a_wide_cache(tmp_path: Path, family: str, dtype: str) -> None:
     folder = scaled_folder(tmp_path, {}, family)
     sequences = random_prompts([30, 17, 22])

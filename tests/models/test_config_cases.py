@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from sightline.attention.spec import group_layers
+from sightline.attention.groups import group_layers
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from sightline.core.ledger import Ledger
@@ -20,6 +20,7 @@ from sightline.models.decoder import DecoderDefinition
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.runner.quantised import model_facts
+from support.definitions import rotary_of
 from support.tiny_bert import open_tiny, save_embedder, vectors
 from support.tiny_models import load_runtime, make_model
 
@@ -88,7 +89,7 @@ def test_gemma3_takes_rope_scaling_that_agrees_and_both_places_of_a_base() -> No
 def test_an_empty_rope_section_of_gpt_oss_is_no_scaling_and_a_missing_one_is_yarn() -> None:
     assert define(GPT_OSS | {"rope_parameters": {}}).layers[0].rotary == RotarySpec(16, 150_000.0)
     for config in (GPT_OSS, GPT_OSS | {"rope_parameters": None}, GPT_OSS | {"rope_scaling": {}}):
-        assert isinstance(define(config).layers[0].rotary.scaling, YarnScaling)
+        assert isinstance(rotary_of(define(config).layers[0]).scaling, YarnScaling)
 
 
 @pytest.mark.parametrize(

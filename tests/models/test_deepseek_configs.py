@@ -181,7 +181,7 @@ def test_yarn_scales_the_scores_and_leaves_cosines_where_both_mscale_are_the_sam
 ) -> None:
     layer = define(config).layers[0]
     growth = 0.1 * mscale * math.log(40) + 1.0
-    assert layer.attention.spec.scale == pytest.approx(192**-0.5 * growth**2)
+    assert latent_of(layer).spec.scale == pytest.approx(192**-0.5 * growth**2)
     yarn = YarnScaling(40.0, 32.0, 1.0, 4096, truncate=True, attention_factor=1.0)
     assert layer.rotary == RotarySpec(64, 10000.0, yarn)
 
@@ -192,7 +192,7 @@ def test_without_yarn_scores_have_the_plain_scale() -> None:
     assert layer.attention.spec == LatentSpec(**heads, scale=192**-0.5)
     assert layer.rotary == RotarySpec(64, 10000.0)
     unsaid = {name: value for name, value in YARN.items() if name != "mscale_all_dim"}
-    assert define(V3 | {"rope_scaling": unsaid}).layers[0].attention.spec.scale == 192**-0.5
+    assert latent_of(define(V3 | {"rope_scaling": unsaid}).layers[0]).spec.scale == 192**-0.5
 
 
 def test_queries_and_pairs() -> None:

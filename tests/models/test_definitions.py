@@ -16,7 +16,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from support.attention_cases import CPU
-from support.definitions import softmax_of
+from support.definitions import rotary_of, softmax_of
 from support.tiny_models import make_model
 
 LLAMA: dict[str, object] = {
@@ -38,8 +38,8 @@ def define(config: dict[str, object], ledger: Ledger | None = None) -> DecoderDe
     return definition
 
 
-def rotary_of(**rope: object) -> RotarySpec:
-    return define({**LLAMA, **rope}).layers[0].rotary
+def rotary_from(**rope: object) -> RotarySpec:
+    return rotary_of(define({**LLAMA, **rope}).layers[0])
 
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
@@ -107,10 +107,10 @@ def test_rope_in_the_older_and_the_newer_form() -> None:
         "original_max_position_embeddings": 8192,
     }
     expected = RotarySpec(16, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
-    assert rotary_of() == RotarySpec(16, 10000.0)
-    assert rotary_of(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3}) == expected
-    assert rotary_of(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3}) == expected
-    assert rotary_of(rope_scaling={"type": "linear", "factor": 2.0}).scaling == LinearScaling(2.0)
+    assert rotary_from() == RotarySpec(16, 10000.0)
+    assert rotary_from(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama3}) == expected
+    assert rotary_from(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3}) == expected
+    assert rotary_from(rope_scaling={"type": "linear", "factor": 2.0}).scaling == LinearScaling(2.0)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,20 @@ def test_rope_in_the_older_and_the_newer_form() -> None:
 )
 def test_rope_that_is_not_supported_is_refused(scaling: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModelError, match="rope: expected"):
-        rotary_of(rope_scaling=scaling)
+        rotary_from(rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_would_depend_on_the_other_rows_is_refused_with_that_reason(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"got '{kind}': .* would depend on the rows beside it"):
-        rotary_of(rope_scaling={"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * 8})
+        rotary_from(rope_scaling={"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * 8})
 
 
 def test_rope_factors_must_fit_the_head() -> None:
     with pytest.raises(UnsupportedModelError, match="expected 8 positive frequency factors, got 3"):
-        rotary_of(rope_frequency_factors=[1.0, 2.0, 3.0])
+        rotary_from(rope_frequency_factors=[1.0, 2.0, 3.0])
     with pytest.raises(UnsupportedModelError, match="got both"):
-        rotary_of(rope_frequency_factors=[1.0] * 8, rope_scaling={"rope_type": "linear", "factor": 2.0})
+        rotary_from(rope_frequency_factors=[1.0] * 8, rope_scaling={"rope_type": "linear", "factor": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def without_norm_output(head: Eagle3Head) -> Eagle3Head:
 
 
 def without_scaling(head: Eagle3Head) -> Eagle3Head:
-    return replace(head, rotary=Rotary(replace(head.definition.layer.rotary, scaling=None), torch.device("cpu")))
+    return replace(head, rotary=Rotary(replace(head.definition.rotary, scaling=None), torch.device("cpu")))
 
 
 OTHER_RESIDUAL = in_layer(norm_before_residual=lambda head: not head.layer.norm_before_residual)

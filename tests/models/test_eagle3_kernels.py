@@ -21,6 +21,7 @@ from sightline.models.registry import define_eagle3, define_model
 from sightline.runner import build
 from sightline.runner.build import build_runtime
 from sightline.speculative.network_steps import NetworkSteps
+from support.case_marks import proofs
 from support.eagle3_heads import CASES, HIDDEN, TARGET_LAYERS, make_weights, reference, save_head
 from support.eagle3_runs import GivenRow, HeadRun, define_head, load_head, make_target
 from support.gguf_files import tiny_llama, write_llama
@@ -50,7 +51,7 @@ def triton_operations() -> Operations:
 
 
 @pytest.mark.parametrize("make", [TorchOperations, triton_operations])
-@pytest.mark.parametrize("name", ["plain", "all_norms", "fc_norm"])
+@pytest.mark.parametrize("name", ["all_norms", *proofs("plain", "fc_norm")])
 def test_a_head_gives_the_same_with_other_kernels(
     make: type[Operations], name: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,17 @@ from sightline.core.batch import RowWork
 from sightline.core.ledger import Ledger
 from sightline.models.contract import Taps
 from sightline.runner.batching import assemble
-from support.eagle3_heads import CASES, make_weights, reference, save_head
+from support.eagle3_heads import CASES, TARGET_LAYERS, make_weights, reference, save_head
 from support.eagle3_reference import ReferenceStep
-from support.eagle3_runs import GivenRow, HeadRun, define_target, load_head, make_target, reader_of, runtime_for
+from support.eagle3_runs import (
+    GivenRow,
+    HeadRun,
+    define_target,
+    load_head,
+    make_target,
+    reader_of,
+    runtime_for,
+)
 from support.tiny_models import random_prompts, relative_error
 
 TOLERANCE = 1e-4
@@ -84,11 +92,11 @@ def tapped(folder: Path, taps: Taps, tokens: list[int]) -> Tensor:
 
 
 def drafted_error(pair: Pair, shift: int) -> float:
-    """The largest error of a draft whose states were taken `shift` layers too late."""
+    """The largest error of a draft whose states were taken `shift` layers too late; before the first comes the last."""
     [tokens] = random_prompts([NUM_GIVEN + 4])
     head = load_head(pair.head, pair.target, embedding_of(pair.model))
     run = HeadRun(pair.target, head)
-    streams = tuple(abs(each + shift) for each in head.definition.taps.streams)
+    streams = tuple((each + shift) % (TARGET_LAYERS + 1) for each in head.definition.taps.streams)
     [row], errors = run.open_rows(1), []
     states = run.fuse(tapped(pair.target, Taps(streams), tokens[:NUM_GIVEN]))
     new, context = tokens[1 : NUM_GIVEN + 1], 0
@@ -117,3 +125,10 @@ def test_a_head_without_an_embedding_shares_that_of_its_target(pair: Pair) -> No
     others.embedding(torch.tensor([5]), 1.0, out, HeadRun(pair.target, others).runtime.operations)
     assert own == bool(out.any())
     assert own == CASES[pair.name].stores_embedding
+
+
+@pytest.mark.parametrize("streams", [(1, 1, 4), (8,), (-1, 3)])
+def test_states_that_a_target_does_not_have_once_are_refused(tmp_path: Path, streams: tuple[int, ...]) -> None:
+    make_target().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected different states, each between 0 and 7 layers"):
+        tapped(tmp_path, Taps(streams), [1, 2])

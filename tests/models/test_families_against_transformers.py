@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
 from sightline.attention.spec import SoftmaxSpec, SpecKind
@@ -43,7 +44,10 @@ LATENT = [family for family in FAMILIES if family.startswith("deepseek")]
 GROUPED = [*LATENT, *(family for family in FAMILIES if family.startswith("glm"))]
 """Families whose experts may be in groups."""
 WHOLE_GRID = ("llama", "gpt_oss", "deepseek_v3")
-"""Families that run every cell of the grid; the others run two on each backend, with both chunks and other pages."""
+"""Families that run every cell of the grid; the others run two on each backend, with both chunks and other pages.
+
+Every run has one cell for each family on each backend; `make prove` has the others.
+"""
 
 
 def serving(family: str) -> list[str]:
@@ -55,14 +59,16 @@ def serving(family: str) -> list[str]:
 SERVED = [(family, backend) for family in FAMILIES for backend in serving(family)]
 
 
-def cells() -> list[tuple[str, str, int, int]]:
+def cells() -> list[ParameterSet]:
     """Family, backend, page size, chunk: every family on every backend."""
     found = []
     for family_index, family in enumerate(FAMILIES):
         for backend_index, backend in enumerate(serving(family)):
             for index, (page_size, chunk) in enumerate(GRID):
-                if family in WHOLE_GRID or (index + family_index + backend_index) % 3 == 0:
-                    found.append((family, backend, page_size, chunk))
+                turn = (index + family_index + backend_index) % len(GRID)
+                if family in WHOLE_GRID or turn % 3 == 0:
+                    marks = pytest.mark.prove if turn else ()
+                    found.append(pytest.param(family, backend, page_size, chunk, marks=marks))
     return found
 
 

@@ -17,7 +17,7 @@ from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.registry import define_model
-from support.definitions import softmax_of
+from support.definitions import rotary_of, softmax_of
 
 COMMON: dict[str, object] = {
     "attention_dropout": 0.0,
@@ -260,7 +260,7 @@ def test_gemma2s_caps_are_there_unless_they_are_null() -> None:
     assert (softmax_of(absent.layers[0]).spec.softcap, absent.logit_softcap) == (50.0, 30.0)
     null = define(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
     assert (softmax_of(null.layers[0]).spec.softcap, null.logit_softcap) == (None, None)
-    assert absent.layers[0].attention.spec.scale == 144**-0.5
+    assert softmax_of(absent.layers[0]).spec.scale == 144**-0.5
 
 
 def test_gemma2s_windows_alternate_unless_the_config_lists_them() -> None:
@@ -283,10 +283,10 @@ def test_what_makes_gpt_oss_differ() -> None:
 
 def test_the_length_before_scaling_outside_of_the_rope_section_counts() -> None:
     definition = define(QWEN2 | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
-    scaling = definition.layers[0].rotary.scaling
+    scaling = rotary_of(definition.layers[0]).scaling
     assert isinstance(scaling, YarnScaling)
     assert scaling.original_max_positions == 512
     outside = {"original_max_position_embeddings": 128, "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    scaling = define(QWEN2 | outside).layers[0].rotary.scaling
+    scaling = rotary_of(define(QWEN2 | outside).layers[0]).scaling
     assert isinstance(scaling, YarnScaling)
     assert scaling.original_max_positions == 128

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
-import torch
 
-from sightline.attention.capability import Work
-from sightline.attention.spec import LatentSpec, group_layers
-from sightline.core.config import EngineConfig
-from sightline.core.ledger import Ledger
-from sightline.kernels.cpu.program import inline_launcher
+from sightline.attention.spec import LatentSpec
 from sightline.layers.routing import Routing, Score
-from sightline.models.decoder import DecoderDefinition
-from sightline.models.loading.opening import open_checkpoint
 from sightline.models.norms import NormDefinition
-from sightline.models.registry import define_model
-from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, make_store, select_backends
-from support.attention_cases import CPU
+from support.changed_runtimes import error_of
 from support.features import (
     Change,
     in_attention,
@@ -55,11 +43,6 @@ from support.layers import without_bias
 from support.tiny_models import (
     FAMILIES,
     Models,
-    load_runtime,
-    random_prompts,
-    reference_logits,
-    relative_error,
-    stepped_logits,
 )
 
 TOLERANCE = 1e-4
@@ -211,29 +194,6 @@ FEATURES: dict[str, list[Change]] = {
 CASES = [(family, change) for family, changes in FEATURES.items() for change in changes]
 
 
-@cache
-def base_runtime(folder: Path) -> Runtime:
-    return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=2))
-
-
-def changed_runtime(folder: Path, change: Change) -> Runtime:
-    """A runtime for the same weights with one feature disabled."""
-    ledger = Ledger()
-    checkpoint = open_checkpoint(folder, ledger)
-    base = base_runtime(folder)
-    original = define_model(checkpoint.config, ledger)
-    assert isinstance(original, DecoderDefinition)
-    definition = change.define(original)
-    decoder = change.build(
-        definition.load(WeightReader(checkpoint, torch.float32, CPU, ledger, lambda done, total: None))
-    )
-    groups = group_layers(definition.attention_specs(), lenders=definition.lenders)
-    selections = select_backends(base.config, groups, [base.selections[0][Work.PREFILL].candidate])
-    return assemble_runtime(
-        base.config, definition, decoder, groups, selections, make_store(base.config, groups), inline_launcher()
-    )
-
-
 def test_every_family_has_features() -> None:
     assert set(FEATURES) == set(FAMILIES)
 
@@ -241,17 +201,10 @@ def test_every_family_has_features() -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unchanged_model_is_within_the_tolerance(models: Models, family: str) -> None:
-    assert error_of(models, family, Change("nothing")) <= TOLERANCE
+    assert error_of(*models[family], Change("nothing")) <= TOLERANCE
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize(("family", "change"), CASES, ids=[f"{family}-{change.name}" for family, change in CASES])
 def test_disabling_a_feature_would_be_seen(models: Models, family: str, change: Change) -> None:
-    assert error_of(models, family, change) >= VISIBLE
-
-
-def error_of(models: Models, family: str, change: Change) -> float:
-    model, folder = models[family]
-    [sequence] = random_prompts([48])
-    [got] = stepped_logits(changed_runtime(folder, change), [sequence], [20], chunk=64)
-    return relative_error(got, reference_logits(model, sequence)[19:])
+    assert error_of(*models[family], change) >= VISIBLE

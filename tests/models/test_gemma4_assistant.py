@@ -185,8 +185,9 @@ def test_a_round_writes_nothing_and_leaves_the_rows_as_they_were(pair: Pair) -> 
 
 def changed_lenders(definition: AssistantDefinition) -> AssistantDefinition:
     """Reads the first layer of each kind with the same entries instead of the last."""
-    sliding = definition.attention_specs()[0].window is not None
-    assert sliding
+    first = definition.attention_specs()[0]
+    assert first is not None
+    assert first.window is not None
     return replace(definition, lender_layers=(0, *definition.lender_layers[1:]))
 
 
@@ -200,6 +201,7 @@ def changed_window(definition: AssistantDefinition, by: int) -> AssistantDefinit
     return replace(definition, decoder=replace(definition.decoder, layers=layers))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "change",
     [

@@ -16,7 +16,7 @@ from sightline.layers.routing import Routing, Score, Share
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward
 from sightline.models.registry import define_model
-from support.definitions import softmax_of
+from support.definitions import rotary_of, softmax_of
 
 AIR: dict[str, object] = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -104,7 +104,7 @@ def test_the_frequencies_of_a_part_are_those_of_transformers(share: float, scali
     settings = Glm4MoeConfig(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
     expected = Glm4MoeRotaryEmbedding(settings).inv_freq
     fields = {name: value for name, value in AIR.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    got = inverse_frequencies(define(fields | {"head_dim": 32, "rope_parameters": rope}).layers[0].rotary)
+    got = inverse_frequencies(rotary_of(define(fields | {"head_dim": 32, "rope_parameters": rope}).layers[0]))
     assert got.shape == (16,)
     assert torch.equal(got[: len(expected)], expected)
     assert torch.equal(got[len(expected) :], torch.zeros(16 - len(expected)))

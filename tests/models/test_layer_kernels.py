@@ -25,6 +25,7 @@ from sightline.layers.torch_operations import TorchOperations
 from sightline.layers.triton_operations import TritonOperations
 from sightline.runner import build, compute
 from sightline.runner.build import Runtime
+from support.case_marks import proofs, routine
 from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
 from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits
 
@@ -34,13 +35,17 @@ TOLERANCE = 1e-4
 """Of the logits' scale."""
 PROMPT_LENS = (5, 1)
 QUICK = "qwen3"
-"""Runs in `make test`; the other families belong to `make prove`."""
+"""Runs in `make test`."""
+PROVEN = ("gemma3", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3")
+"""Run in `make prove`; the other families, with the same operations, if slow tests are asked for."""
+OFTEN = (QUICK, *PROVEN)
 DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 MOST_KERNELS = 9
 OUTSIDE = ("embed", "rotary_table", "norm_rows", "softcap")
 """Operations of a step, not of a layer."""
 every_family = pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each == QUICK else pytest.mark.prove) for each in FAMILIES]
+    "family",
+    [QUICK, *proofs(*PROVEN), *[pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OFTEN]],
 )
 
 
@@ -73,7 +78,7 @@ def test_an_encoder_with_fused_kernels_gives_the_same_vectors(tmp_path: Path, mo
     torch.testing.assert_close(vectors(open_tiny(folder), texts), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", routine({name: name for name in DENSE}, "llama", "gemma3"))
 def test_a_dense_layer_takes_few_kernels_beside_attention(
     models: Models, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

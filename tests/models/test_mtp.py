@@ -27,10 +27,11 @@ from sightline.models.weights import WeightReader
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.attention_cases import CPU
-from support.case_marks import routine
-from support.mtp_rounds import Rounds
+from support.case_marks import proofs, routine
+from support.mtp_rounds import DepthOracle, Rounds
 from support.tiny_models import make_model, random_prompts
 from support.tiny_mtp import Oracle, change_tensors, save_with_modules
+from support.tiny_sparse_mtp import SparseOracle, as_sparse
 
 TOLERANCE = 1e-4
 VISIBLE = 100 * TOLERANCE
@@ -74,8 +75,10 @@ def build(
     change: Change = unchanged,
     page_size: int = 16,
     layer_kernels: str = "auto",
+    *,
+    strict: bool = True,
 ) -> Runtime:
-    ledger = Ledger(strict=True)
+    ledger = Ledger(strict=strict)
     checkpoint = open_checkpoint(folder, ledger)
     found = define_mtp(define_model(checkpoint.config, ledger), checkpoint, count)
     config = EngineConfig(
@@ -89,10 +92,11 @@ def build(
 
 
 def run_rounds(
-    runtime: Runtime, oracle: Oracle, *, chunk: int = 7, spoil: Callable[[Rounds], None] = lambda rounds: None
+    runtime: Runtime, oracle: DepthOracle, *, chunk: int = 7, spoil: Callable[[Rounds], None] = lambda rounds: None
 ) -> float:
     """The largest error over a prefill and rounds in which from none to all of the guesses are accepted."""
-    texts = random_prompts([length + 24 for length in PROMPT_LENS])
+    # With these texts every router prefers its experts by 1e-4 or more, so that rounding changes no choice.
+    texts = random_prompts([length + 24 for length in PROMPT_LENS], seed=1)
     rounds = Rounds(runtime, oracle, texts, chunk)
     spoil(rounds)
     most = rounds.num_modules
@@ -109,7 +113,9 @@ def run_rounds(
     ("page_size", "chunk"),
     [(16, 7), pytest.param(1, 64, marks=pytest.mark.prove), pytest.param(64, 5, marks=pytest.mark.prove)],
 )
-@pytest.mark.parametrize(("family", "count"), CASES)
+@pytest.mark.parametrize(
+    ("family", "count"), [pytest.param(*each, marks=() if each[1] == 2 else pytest.mark.prove) for each in CASES]
+)
 def test_states_and_logits_of_every_depth_are_those_of_transformers(
     oracles: dict[Case, Oracle], family: str, count: int, page_size: int, chunk: int
 ) -> None:
@@ -117,11 +123,35 @@ def test_states_and_logits_of_every_depth_are_those_of_transformers(
     assert run_rounds(build(oracle.folder, page_size=page_size), oracle, chunk=chunk) <= TOLERANCE
 
 
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("kernels", [*proofs("torch"), "numba"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_the_same_with_all_kernels_of_a_cpu(oracles: dict[Case, Oracle], family: str, kernels: str) -> None:
     oracle = oracles[family, 2]
     assert run_rounds(build(oracle.folder, layer_kernels=kernels), oracle) <= TOLERANCE
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("family", "count"), [("deepseek_v32", 1), ("deepseek_v32", 2), ("glm_moe_dsa", 1)])
+def test_modules_of_sparse_models_are_composed_of_the_layers_of_transformers(
+    tmp_path: Path, family: str, count: int, page_size: int
+) -> None:
+    """Each has an indexer of its own, even where the last layer of the model shares one."""
+    oracle = SparseOracle(family, count, tmp_path)
+    runtime = build(tmp_path, page_size=page_size, strict=False)
+    groups = [each.group.name for network in runtime.networks for each in network.bindings]
+    assert [name for name in groups if "index" in name] == [
+        "index0",
+        *(f"draft{depth}.index0" for depth in range(count)),
+    ]
+    assert run_rounds(runtime, oracle) <= TOLERANCE
+
+
+@pytest.mark.prove
+def test_modules_of_v32_that_choose_everything_are_those_of_v3(oracles: dict[Case, Oracle], tmp_path: Path) -> None:
+    oracle = oracles["deepseek_v3", 1]
+    dense = as_sparse(oracle.folder, tmp_path, top_k=128)
+    assert run_rounds(build(dense, strict=False), oracle) <= TOLERANCE
 
 
 def exchange_norms(module: MtpModule) -> MtpModule:
@@ -173,7 +203,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     routine(
         {f"{family} {fault}": (family, fault) for family in FAMILIES for fault in FAULTS},
         "glm4_moe state before the final norm",
-        "glm4_moe state of the layer before the last",
         "deepseek_v3 guessed entries kept",
     ),
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sightline.attention.spec import group_layers
+from sightline.attention.groups import group_layers
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.ledger import Ledger

@@ -68,7 +68,10 @@ def test_every_family_runs_with_finite_logits(models: Models, family: str) -> No
         assert logits.std() > 0.05
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama-8b", 8.030), ("qwen3-0.6b", 0.596), ("gpt-oss-20b", 20.915)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-8b", 8.030), ("qwen3-0.6b", 0.596), ("gpt-oss-20b", 20.915), ("deepseek-v32-4-layers", 37.015)],
+)
 def test_own_configs_have_the_public_number_of_weights(name: str, billions: float) -> None:
     tensors = open_random(CONFIGS / f"{name}.json").tensors
     assert sum(math.prod(info.shape) for info in tensors.values()) / 1e9 == pytest.approx(billions, abs=5e-4)

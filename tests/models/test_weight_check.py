@@ -25,6 +25,7 @@ from sightline.models.kept_weights import KeptWeights
 from sightline.models.loading.gguf.file import GgufFile
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.weights import WeightReader
+from support.case_marks import proofs
 from support.gguf_files import tiny_llama, write_llama
 from support.kept_weights import BLOCKS, CODES
 from support.tiny_bert import make_bert, save_embedder
@@ -161,7 +162,7 @@ HALVES = {
 """The places of a block's fp16 numbers, by type."""
 
 
-@pytest.mark.parametrize("kept", [None, BLOCKS, CODES], ids=["dequantised", "blocks", "codes"])
+@pytest.mark.parametrize("kept", [None, *proofs(BLOCKS), CODES], ids=["dequantised", "blocks", "codes"])
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in HALVES.items() for place in places])
 def test_the_scales_and_minima_of_gguf_blocks(tmp_path: Path, kind: str, place: int, kept: KeptWeights | None) -> None:
     path = tmp_path / "tiny.gguf"

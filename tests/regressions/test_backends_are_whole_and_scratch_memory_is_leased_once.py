@@ -30,6 +30,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
@@ -194,9 +195,9 @@ def test_a_second_group_and_a_second_lane_take_their_own_and_no_more() -> None:
 def context_of(workspace: Workspace) -> BackendContext[SoftmaxSpec]:
     """A context that nobody has built a backend from."""
     bench = cases.bench([PLAIN])
-    limits = bench.planner._limits
+    limits, cache = bench.planner._limits, bench.store.groups[0]
     return BackendContext(
-        "group0", PLAIN, bench.store.groups[0], workspace, limits, torch.float32, CPU, inline_launcher()
+        "group0", PLAIN, cache, workspace, limits, torch.float32, CPU, inline_launcher(), ResidentEntries(cache)
     )
 
 

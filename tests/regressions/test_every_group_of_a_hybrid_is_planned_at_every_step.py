@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from sightline import LLM, SamplingParams
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.recurrent_backend import TorchRecurrentBackend
 from sightline.attention.contract import AttentionBackend, AttentionPlan
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
+from support.case_marks import proofs
 from support.one_layer import check_forward
-from support.recording_backend import Record, RecordingBackend, install
+from support.recording_backend import Record, RecordingBackend, install, recording
 from support.tiny_models import random_prompts
 
 PLAIN = SoftmaxSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.35)
@@ -61,7 +64,7 @@ def test_every_group_is_planned_once_a_step_with_the_steps_own_lengths() -> None
             bench.store.close_row(table_row)
 
 
-@pytest.mark.parametrize("sizes", [(800, 8218), (8218, 800)])
+@pytest.mark.parametrize("sizes", [*proofs((800, 8218)), (8218, 800)])
 def test_a_step_after_one_of_another_size_runs_all_its_own_tokens_in_every_layer(sizes: tuple[int, int]) -> None:
     bench = recording_bench(max_seq_len=8218, max_step_tokens=8218, max_rows=2)
     for size in sizes:
@@ -99,18 +102,35 @@ def test_planning_in_another_lane_plans_every_group_there() -> None:
 def test_a_plan_has_a_place_for_every_layer_of_the_model() -> None:
     plan = Step(recording_bench(), [Row(3, 2)]).plan().plan
     assert len(plan.groups) == NUM_GROUPS
-    assert plan.places == ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1))
+    assert plan.places == dict(enumerate([(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]))
 
 
-@pytest.mark.parametrize("family", ["gemma", "gpt_oss"])
+RECORDED: dict[str, type[RecordingBackend]] = {
+    "softmax": RecordingBackend,
+    "latent": recording(TorchLatentBackend, TorchLatentBackend.capabilities),
+    "recurrent": recording(TorchRecurrentBackend, TorchRecurrentBackend.capabilities),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("gemma", "softmax"),
+        ("gpt_oss", "softmax"),
+        ("minimax", "softmax,recurrent"),
+        # The kind of model that the report is about.
+        ("kimi_linear", "latent,recurrent"),
+        ("bailing_hybrid", "latent,recurrent"),
+    ],
+)
 def test_every_step_of_an_engine_plans_each_group_once_and_runs_each_layer_on_it(
-    family: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    family: str, names: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder: Path = request.getfixturevalue(family)
-    install(monkeypatch, recording=RecordingBackend)
+    install(monkeypatch, **RECORDED)
     llm = LLM(
         str(folder),
-        attention_backend="recording",
+        attention_backend=names,
         skip_tokenizer_init=True,
         cache_tokens=512,
         max_num_batched_tokens=64,

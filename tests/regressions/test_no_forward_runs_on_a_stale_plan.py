@@ -320,8 +320,9 @@ def test_a_planned_batch_and_a_batch_carry_no_flag() -> None:
 def test_only_the_planner_makes_planned_batches_and_only_the_runner_runs_a_model() -> None:
     calls: dict[str, set[str]] = {"PlannedBatch": set(), "_model.forward": set(), "model.forward": set()}
     for path, module in modules():
+        called = _called(module)
         for name, paths in calls.items():
-            if f"{name}(" in _called(module):
+            if f"{name}(" in called:
                 paths.add(path)
     assert calls["PlannedBatch"] == {"attention/planner.py"}
     assert calls["_model.forward"] | calls["model.forward"] == {"runner/runner.py"}

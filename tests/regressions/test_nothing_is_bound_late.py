@@ -8,17 +8,32 @@ and no attribute of anything that runs steps is created or replaced after constr
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import MISSING, FrozenInstanceError, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, FrozenInstanceError, fields, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 
 from sightline import LLM, SamplingParams
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.contract import BackendContext, StepLimits
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.bindings import GroupBinding
+from sightline.attention.contract import BackendContext, EntryCoordinator, StepLimits
+from sightline.attention.groups import group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.sparse.hot_entries import HotEntries
+from sightline.attention.spec import IndexSpec, LatentSpec, SoftmaxSpec
+from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.pools import CacheLimits
+from sightline.cache.store import CacheStore
+from sightline.core.errors import ConfigError
+from sightline.kernels.cpu.program import inline_launcher
+from sightline.kernels.hot_entries import fetch_entries
 from sightline.runner.build import Runtime
+from sightline.testing.simulator.simulation import simulate
+from support import attention_cases as cases
 from support.attention_cases import BACKENDS
 from support.source_rules import ROOT, made_on_first_use, modules, violations
 from support.tiny_models import random_prompts
@@ -189,12 +204,111 @@ def test_a_straight_construction_is_left_alone() -> None:
     assert crooked_lines(function) == []
 
 
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[BackendContext[Any]]:
+    """Every context that a backend is built from, in order. Each is complete when it is made."""
+    made: list[BackendContext[Any]] = []
+    check = BackendContext.__post_init__
+
+    def note(context: BackendContext[Any]) -> None:
+        check(context)
+        assert context.coordinator.cache is context.cache
+        assert context.coordinator.counts() == (0, 0), "nothing was read yet"
+        made.append(context)
+
+    monkeypatch.setattr(BackendContext, "__post_init__", note)
+    return made
+
+
+def build_llm(folder: Path) -> None:
+    LLM(str(folder), skip_tokenizer_init=True, cache_tokens=512)
+
+
+def build_drafter(folder: Path) -> None:
+    guesses = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    LLM(str(folder), skip_tokenizer_init=True, cache_tokens=512, speculative_config=guesses)
+
+
+def build_embedder(folder: Path) -> None:
+    LLM(str(folder), skip_tokenizer_init=True, task="embed")
+
+
+def build_kit(folder: Path) -> None:
+    cases.bench([SoftmaxSpec(2, 1, 8, 1.0)])
+
+
+def build_simulator(folder: Path) -> None:
+    simulate(3, 4)
+
+
+@pytest.mark.parametrize(
+    "build", [build_llm, build_drafter, build_embedder, build_kit, build_simulator], ids=lambda build: build.__name__
+)
+def test_backends_get_their_coordinator_whoever_builds_them(
+    build: Callable[[Path], None], gemma: Path, contexts: list[BackendContext[Any]]
+) -> None:
+    build(gemma)
+    assert contexts
+    assert all(isinstance(each.coordinator, EntryCoordinator) for each in contexts)
+
+
+def test_every_site_that_makes_a_context_gives_it_a_coordinator() -> None:
+    """Those of the server, of benchmarks and of tools too: they are all in the package."""
+    names = [field.name for field in fields(BackendContext)]
+    calls = [
+        (path, node)
+        for path, module in modules("")
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "BackendContext"
+    ]
+    assert len(calls) >= 3
+    for path, call in calls:
+        given = {*names[: len(call.args)], *[word.arg for word in call.keywords]}
+        assert "coordinator" in given, f"{path}:{call.lineno}"
+
+
+def test_a_configuration_without_its_coordinator_is_refused_at_start() -> None:
+    groups = group_layers([LatentSpec(2, 8, 4, 6, 6, 1.0, top_k=2)], indexers={0: IndexSpec(2, 4, top_k=2)})
+    specs = [group.cache_spec(torch.float32, with_hot_entries=True) for group in groups]
+    store = CacheStore(specs, CacheLimits(5, 4, 2, 16), torch.device("cpu"))
+    on_host, on_device = store.groups
+    limits, workspace = StepLimits(2, 8, 16, (MAIN_LANE,), 0), Workspace(torch.device("cpu"), 1 << 26)
+    made = HotEntries(on_host, 2, limits, 2, fetch_entries)
+
+    def context(coordinator: EntryCoordinator) -> BackendContext[Any]:
+        return BackendContext(
+            "group0",
+            groups[0].spec,
+            on_host,
+            workspace,
+            limits,
+            torch.float32,
+            torch.device("cpu"),
+            inline_launcher(),
+            coordinator,
+        )
+
+    backend = TorchLatentBackend(context(made))
+    GroupBinding.alone(groups[0], on_host, backend, TorchLatentBackend.capabilities[0])
+    with pytest.raises(ConfigError, match="expected a coordinator with a buffer on the device for group0"):
+        ResidentEntries(on_host)
+    with pytest.raises(ConfigError, match="use ResidentEntries"):
+        HotEntries(on_device, 2, limits, 2, fetch_entries)
+    with pytest.raises(ConfigError, match="expected a buffer of at least 2 entries"):
+        HotEntries(on_host, 2, limits, 1, fetch_entries)
+    with pytest.raises(ConfigError, match="expected the coordinator of group0's own cache"):
+        context(ResidentEntries(on_device))
+    with pytest.raises(ConfigError, match="expected backends that read entries in host memory"):
+        GroupBinding.alone(groups[0], on_host, backend, replace(TorchLatentBackend.capabilities[0], hot_entries=False))
+
+
 def parts(llm: LLM) -> Iterator[object]:
     """Everything that runs steps."""
     runtime = llm.engine.runtime
     yield from (llm.engine, runtime, runtime.runner, runtime.planner, runtime.workspace, runtime.store)
     yield from (runtime.runner._model, *runtime.runner._activations.values())
     yield from (part.backend for binding in runtime.bindings for part in binding.parts)
+    yield from runtime.coordinators
     yield from runtime.planner._memory.values()
     for pool in runtime.store.pools:
         yield from (pool, pool.allocator, pool.table)
@@ -228,5 +342,5 @@ def test_an_attribute_that_is_bound_late_would_be_noticed(gemma: Path) -> None:
     before = attributes(llm)
     backend = llm.engine.runtime.bindings[0].parts[0].backend
     backend.coordinator = object()  # type: ignore[attr-defined]
-    llm.engine.runtime.planner._places = ()
+    llm.engine.runtime.planner._places = {}
     assert changed(before, attributes(llm)) == {("NumbaBackend", "coordinator"), ("Planner", "_places")}

@@ -26,8 +26,9 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
+from sightline.attention.groups import group_layers
 from sightline.attention.planner import GroupPlan, PlannedBatch, Planner, StepPlan
-from sightline.attention.spec import Feature, SoftmaxSpec, group_layers
+from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import CONTEXT, FULL, Batch
 from sightline.core.errors import BatchError, PlanError, StalePlanError

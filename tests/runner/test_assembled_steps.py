@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import BatchError

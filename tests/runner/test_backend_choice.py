@@ -14,8 +14,9 @@ from sightline.attention import capability
 from sightline.attention.backends import registry
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, FEW_ROWS, Capability, Ranks, Work
+from sightline.attention.groups import LayerGroup, group_layers
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
+from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core import resolution
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, DeviceMemory, detect_device

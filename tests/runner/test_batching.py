@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.cache.layout import Layout, arrange_free_pages, walk_slots
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.core.batch import CAUSAL, MaskKind, RowMask, RowWork
 from sightline.core.errors import BatchError
 from sightline.runner.batching import assemble, assemble_transient

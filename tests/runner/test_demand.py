@@ -14,8 +14,9 @@ from sightline import LLM, SamplingParams
 from sightline.attention.capability import Work
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
-from sightline.attention.dimensions import Company, Dimension, Reuse, Sharing, Span
-from sightline.attention.spec import Feature, LatentSpec, LayerGroup, Loan, SoftmaxSpec
+from sightline.attention.dimensions import Company, Dimension, KeptStates, Reuse, Sharing, Span
+from sightline.attention.groups import LayerGroup, Loan
+from sightline.attention.spec import Feature, LatentSpec, RecurrentSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device
@@ -25,6 +26,7 @@ from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.backend_choice import works_of
 from sightline.runner.build import Runtime
 from sightline.runner.demand import PAGE_ORDERS, AttentionUsage, demands_of
+from support.case_marks import routine
 from support.observed import Observed, ObservingBackend, holds
 from support.recording_backend import install
 from support.tiny_bert import VOCAB, make_bert, save_embedder
@@ -50,6 +52,19 @@ CONFIG = ResolvedConfig(
     seed=None,
     paranoid=False,
     require_proof=False,
+)
+OF_STATES = {
+    Dimension.VALUE_DIM,
+    Dimension.CONV_WIDTH,
+    Dimension.UNIT_KEYS,
+    Dimension.KEPT,
+    Dimension.SLOT_ORDER,
+}
+HYBRID = replace(CONFIG, states_per_row=3, max_checkpoints=40)
+RECURRENT_GROUP = LayerGroup(
+    "group1",
+    RecurrentSpec(4, 2, 64, 32, 0.125, delta_rule=True, channel_decay=False, unit_keys=True, conv_width=4),
+    (1, 3),
 )
 GROUP = LayerGroup("group0", SoftmaxSpec(6, 2, 64, 0.125, window=20, sinks=True), (0, 2, 4))
 
@@ -90,7 +105,53 @@ def test_a_demand_is_what_the_config_and_the_group_say() -> None:
         Dimension.COMPANY: {each.value for each in Company},
         Dimension.LANE: {"main"},
     }
-    assert {*demand.scales, *demand.values} == set(Dimension)
+    assert {*demand.scales, *demand.values} == set(Dimension) - OF_STATES - {Dimension.TOP_K}
+
+
+def test_a_recurrent_group_demands_states_and_no_pages() -> None:
+    demand = only(HYBRID, Work.PREFILL, group=RECURRENT_GROUP)
+    assert demand.scales == {
+        Dimension.ROWS: Span(1, 64),
+        Dimension.NEW_TOKENS: Span(1, 512),
+        Dimension.CONTEXT: Span(0, 999),
+        Dimension.STEP_TOKENS: Span(1, 512),
+        Dimension.LAYERS: Span(2, 2),
+        Dimension.KEY_HEADS: Span(2, 2),
+    }
+    assert demand.values == {
+        Dimension.KIND: {"recurrent"},
+        Dimension.GROUP_SIZE: {2},
+        Dimension.HEAD_DIM: {64},
+        Dimension.VALUE_DIM: {32},
+        Dimension.CONV_WIDTH: {4},
+        Dimension.UNIT_KEYS: {1},
+        Dimension.DTYPE: {"bfloat16"},
+        Dimension.FEATURES: {"delta-rule"},
+        Dimension.MASK: {"causal"},
+        Dimension.POLICY: {"paged"},
+        Dimension.KEPT: {"of last tokens", "checkpoints"},
+        Dimension.SLOT_ORDER: {"in order", "shuffled", "descending"},
+        Dimension.PADDING: {"none"},
+        Dimension.REUSE: {each.value for each in Reuse},
+        Dimension.COMPANY: {each.value for each in Company},
+        Dimension.LANE: {"main"},
+    }
+
+
+@pytest.mark.parametrize("work", [Work.DECODE, Work.FEW, Work.ALONE], ids=lambda work: work.value)
+def test_rows_of_one_token_keep_one_state(work: Work) -> None:
+    assert only(HYBRID, work, group=RECURRENT_GROUP).values[Dimension.KEPT] == {"of last tokens"}
+
+
+def test_without_checkpoints_none_are_demanded() -> None:
+    config = replace(HYBRID, max_checkpoints=0)
+    assert only(config, Work.PREFILL, group=RECURRENT_GROUP).values[Dimension.KEPT] == {"of last tokens"}
+
+
+def test_guesses_keep_their_states() -> None:
+    config = replace(HYBRID, speculation=Speculation())
+    demand = only(config, Work.PREFILL, group=RECURRENT_GROUP)
+    assert demand.values[Dimension.KEPT] == {each.value for each in KeptStates}
 
 
 def test_page_orders_are_those_of_the_kit() -> None:
@@ -229,7 +290,7 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS.keys())
+@pytest.mark.parametrize("backends", routine(BACKENDS, "two"))
 @pytest.mark.parametrize(
     ("chunk", "prefix_caching", "overlap"), [(12, True, True), (40, False, True), (40, True, False), (12, False, False)]
 )

@@ -42,6 +42,16 @@ def test_what_is_taken_is_counted_on_a_card(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory_ledger(configured(CPU), TAKEN) is None
 
 
+def test_host_memory_has_a_line_and_is_not_counted_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(monkeypatch, 19 * GIB)
+    plain, ledger = (memory_ledger(configured(CARD), replace(TAKEN, host_cache=each)) for each in (0, 64 * GIB))
+    assert plain is not None
+    assert ledger is not None
+    assert ledger.parts == plain.parts
+    assert ledger.lines()[:-1] == plain.lines()
+    assert ledger.lines()[-1].split()[-2:] == ["64.00", "GiB"]
+
+
 @pytest.mark.parametrize(("held", "told"), [(40, []), (41, ["memory_fraction"])])
 def test_more_than_the_share_of_the_card_is_told(monkeypatch: pytest.MonkeyPatch, held: int, told: list[str]) -> None:
     hold(monkeypatch, held * GIB)

@@ -30,7 +30,9 @@ from sightline.runner.progress import BuildTimes
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
 AMPERE = replace(HOPPER, compute_capability=(8, 0))
-ALL = ("triton", "flashinfer", "flash_attn.cute")
+SERVING = ("triton", "flashinfer", "fla", "flash_attn.cute")
+"""Packages that serve Hopper."""
+ALL = (*SERVING, "tokenspeed_mla")
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +50,11 @@ def test_each_package_is_told_once_with_what_it_brings_and_how_to_get_it() -> No
     missing = missing_packages(registry.BUILT_IN, HOPPER)
     assert tuple(each.package for each in missing) == ALL
     for each in missing:
-        assert each.hindrance == ""
+        assert (each.hindrance == "") == (each.package in SERVING)
         assert each.line.startswith(f"{each.package} is not installed: ")
         assert "pip install 'sightline[" in each.line
         assert len(each.line.splitlines()) == 1
-    assert missing[0].backends == ("triton", "triton-latent")
+    assert missing[0].backends == ("triton", "triton-latent", "triton-recurrent", "triton-convolution", "triton-index")
 
 
 def test_on_a_cpu_they_are_said_to_serve_cuda_devices_only() -> None:
@@ -79,10 +81,11 @@ def test_a_backend_that_does_not_say_what_its_package_brings_is_named() -> None:
 
 def test_the_matrix_tells_one_line_a_package(tmp_path: Path) -> None:
     matrix = capability_matrix(registry.BUILT_IN, HOPPER, ProofBook(tmp_path))
-    assert matrix.lines()[-3:] == [each.line for each in matrix.missing]
+    assert matrix.lines()[-len(ALL) :] == [each.line for each in matrix.missing]
     data = json.loads(json.dumps(matrix.to_data()))
     assert [each["package"] for each in data["missing"]] == list(ALL)
-    assert all(each["brings"] and not each["hindrance"] for each in data["missing"])
+    assert all(each["brings"] for each in data["missing"])
+    assert [each["package"] for each in data["missing"] if not each["hindrance"]] == list(SERVING)
 
 
 def test_the_command_tells_them_as_text_and_as_json() -> None:
@@ -102,23 +105,24 @@ def test_the_environment_of_a_bug_report_tells_them() -> None:
 
 @pytest.mark.parametrize(
     ("device", "told"),
-    [(HOPPER, ALL), (AMPERE, ("triton",)), (CPU, ())],
+    [(HOPPER, SERVING), (AMPERE, ("triton", "fla")), (CPU, ())],
     ids=["hopper", "ampere", "cpu"],
 )
 def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device, told: tuple[str, ...]) -> None:
     config = SimpleNamespace(
         device=device, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, quantization=None, num_pages=0, page_size=16,
-        cache_tokens=0, max_model_len=64, memory=MemoryBudget(),
+        cache_tokens=0, max_model_len=64, memory=MemoryBudget(), states_per_row=0, hot_buffer_size=0,
     )  # fmt: skip
     runtime = SimpleNamespace(
         config=config,
-        store=SimpleNamespace(pools=()),
+        store=SimpleNamespace(num_bytes=0),
         workspace=SimpleNamespace(num_bytes=0),
         bindings=(),
         selections=(),
         graphs=SimpleNamespace(buckets=()),
         times=BuildTimes(),
         memory_taken=MemoryTaken(0, 0, 0, 0),
+        tiers=(),
     )
     lines = startup.startup_report(runtime)  # type: ignore[arg-type]
     assert [line.split(" is not installed")[0] for line in lines[2:]] == list(told)

@@ -171,7 +171,7 @@ def runtime_of(folder: Path, on_step: Callable[[BuildStep], None] = lambda _: No
         pytest.param("gemma3", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.prove),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", marks=pytest.mark.prove),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not(family: str, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
+from sightline.cache.store import CacheStore
 from sightline.core.errors import SightlineError
 from sightline.core.request import Terms
 from sightline.scheduler.queue import WaitingQueue

@@ -13,8 +13,10 @@ import pytest
 
 from sightline.core.ledger import Ledger
 from sightline.core.metrics import STEP_TOKEN_BOUNDS, EngineMetrics, PhaseSeconds
+from sightline.server.api.answers import HostCacheState
 from sightline.server.api.events import CompletionChunks
 from sightline.server.api.generation import take
+from sightline.server.api.inspection import Inspection
 from sightline.server.api.scores import usage
 from sightline.server.desks.pool import DeskPool
 from sightline.server.desks.protocol import Continuation, Generated, Head, Order, StreamShape, UsageEvents
@@ -122,6 +124,30 @@ def test_right_guesses_add_up_by_position() -> None:
     metrics.took_in(engine_metrics(spec_decode_num_accepted_tokens_per_pos=(1, 0, 0)))
     found = [metrics.registry.get_sample_value(name, {"position": str(each)}) for each in range(4)]
     assert found == [9, 3, 1, None]
+
+
+def test_hits_are_counted_by_tier_and_add_up() -> None:
+    metrics = service_metrics()
+    for hits, from_host in ((10, 4), (5, 5)):
+        metrics.took_in(engine_metrics(prefix_cache_hits=hits, prefix_cache_host_hits=from_host, host_cache_blocks=7))
+        metrics.engine_lost()
+    metrics.took_in(engine_metrics(prefix_cache_hits=2, host_cache_blocks=3, host_cache_returns=1))
+    name = "sightline_prefix_cache_tier_hits_total"
+    assert [metrics.registry.get_sample_value(name, {"tier": tier}) for tier in ("device", "host")] == [8, 9]
+    assert sampled(metrics, "prefix_cache_hits_total") == 17
+    assert (sampled(metrics, "host_cache_blocks"), sampled(metrics, "host_cache_returns_total")) == (3, 1)
+
+
+def test_server_info_tells_how_full_the_host_tier_is() -> None:
+    latest = engine_metrics(host_cache_bytes=64, host_cache_blocks=3, host_cache_usage_perc=0.5, host_cache_returns=2)
+    metrics = service_metrics()
+    inspection = Inspection.__new__(Inspection)
+    inspection._metrics = metrics
+    assert inspection._host_cache() is None
+    metrics.took_in(engine_metrics())
+    assert inspection._host_cache() is None, "an engine without a host cache has nothing to tell"
+    metrics.took_in(latest)
+    assert inspection._host_cache() == HostCacheState(64, 3, 0.5, 0, 2, 0, 0)
 
 
 def test_no_done_follows_an_error() -> None:

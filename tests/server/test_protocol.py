@@ -67,6 +67,7 @@ REPORTS: list[Report] = [
             2,
             15,
             0.5,
+            21,
             3,
             4,
             5,

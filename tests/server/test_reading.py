@@ -30,6 +30,7 @@ from sightline.server.process.protocol import (
     read_scored_tokens,
 )
 from sightline.server.process.window import ReadBatch, ReadCount, ReadWindow, UnreadLimit, unread_limit
+from support.case_marks import proofs
 from support.commands import UNBOUNDED, submit
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
@@ -144,7 +145,7 @@ def serve_a_slow_reader(engine: Engine, n: int = 1, limit: UnreadLimit = REPORTS
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [*proofs(1), 3])
 @pytest.mark.parametrize("limit", [REPORTS, CONTENTS], ids=["by reports", "by bytes"])
 def test_a_client_that_reads_nothing_stops_its_own_request_and_gets_all_of_it_when_it_reads(
     folder: Path, in_flight: bool, n: int, limit: UnreadLimit

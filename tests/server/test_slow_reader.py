@@ -56,6 +56,7 @@ def texts_of(body: str) -> str:
     return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
 
 
+@pytest.mark.prove
 def test_a_client_that_reads_nothing_pauses_its_request_and_gets_the_whole_stream_when_it_reads(
     tiny_server: ServedProcess,
 ) -> None:

@@ -19,27 +19,42 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
+    BailingHybridConfig,
     BertConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.initialization import no_init_weights
 
 from sightline.models.config_reader import INFORMATIONAL
 
 Config = dict[str, Any]
+
+COSTLY = frozenset({"block_size"})
+"""Fields by which transformers allocates memory, whose effect a few values show."""
 
 
 class Absent(Enum):
@@ -53,7 +68,7 @@ ABSENT = Absent.ABSENT
 VOCAB = 31
 TOKENS = [3, 17, 5, 29, 8, 11, 2, 23, 14, 6, 19, 27]
 WEIGHT_SCALE = 0.3
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 SIZES: Config = {
     "vocab_size": VOCAB,
@@ -97,6 +112,26 @@ LATENT: Config = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
 }
+INDEX: Config = {"index_topk": 5, "index_n_heads": 16, "index_head_dim": 14}
+
+PARTIAL: Config = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+DELTA: Config = {
+    "layer_types": [LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
+
+HYBRID_LATENT: Config = {
+    **{name: value for name, value in (SIZES | LATENT).items() if name not in ("head_dim", "rms_norm_eps")},
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+del HYBRID_LATENT["n_routed_experts"], HYBRID_LATENT["first_k_dense_replace"], HYBRID_LATENT["q_lora_rank"]
+HYBRID_LATENT["num_local_experts"] = 8
 
 
 def older_form(config: Config) -> Config:
@@ -182,6 +217,12 @@ BASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **SIZES | LATENT, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2}
     ),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **SIZES | LATENT | INDEX, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2}
+    ),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **SIZES | LATENT | INDEX, n_group=1, topk_group=1, indexer_types=["full", "shared"], rope_theta=100.0
+    ),
     "glm4_moe": lambda: Glm4MoeConfig(
         **SIZES,
         moe_intermediate_size=16,
@@ -194,6 +235,121 @@ BASES: dict[str, Callable[[], PreTrainedConfig]] = {
         routed_scaling_factor=1.7,
         use_qk_norm=True,
         attention_bias=True,
+        rope_theta=100.0,
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SIZES,
+        **DELTA,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        rope_parameters=dict(PARTIAL),
+        attention_bias=True,
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **SIZES, **DELTA, rope_parameters=PARTIAL | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **{name: value for name, value in SIZES.items() if name != "intermediate_size"},
+        **DELTA,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=12,
+        num_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=dict(PARTIAL),
+    ),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **HYBRID_LATENT, linear_head_dim=6, linear_num_heads=3, layer_types=[LINEAR, FULL], rms_norm_eps=0.05
+    ),
+    "bailing_hybrid": lambda: BailingHybridConfig(
+        **HYBRID_LATENT | {"head_dim": 6},
+        layer_types=[LINEAR, FULL],
+        first_k_dense_replace=1,
+        rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2},
+        rope_theta=100.0,
+        rms_norm_eps=0.05,
+    ),
+    "minimax": lambda: MiniMaxConfig(
+        **SIZES,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        layer_types=[LINEAR, FULL],
+        sliding_window=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        full_attn_alpha_factor=1.5,
+        full_attn_beta_factor=0.6,
+        linear_attn_alpha_factor=0.7,
+        linear_attn_beta_factor=1.2,
+        mlp_alpha_factor=1.3,
+        mlp_beta_factor=0.8,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **{name: value for name, value in SIZES.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
+        layers_block_type=[LINEAR, "mlp", FULL, "moe"],
+        layer_norm_epsilon=0.05,
+        ssm_state_size=6,
+        mamba_num_heads=4,
+        time_step_limit=[0.3, 1.5],
+        mamba_head_dim=8,
+        n_groups=2,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=12,
+        routed_scaling_factor=1.7,
+        use_bias=True,
+        mlp_bias=True,
+    ),
+    "granite_hybrid": lambda: GraniteMoeHybridConfig(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        layer_types=[LINEAR, FULL],
+        mamba_n_heads=4,
+        time_step_limit=[0.3, 1.5],
+        mamba_n_groups=2,
+        mamba_d_state=6,
+        num_local_experts=6,
+        shared_intermediate_size=20,
+        embedding_multiplier=3.0,
+        logits_scaling=2.5,
+        residual_multiplier=0.4,
+        attention_multiplier=0.5,
+        position_embedding_type="rope",
+        rope_theta=100.0,
+        attention_bias=True,
+    ),
+    "granite_hybrid_dense": lambda: GraniteMoeHybridConfig(
+        **{name: value for name, value in SIZES.items() if name != "head_dim"},
+        layer_types=[LINEAR, FULL],
+        mamba_n_heads=4,
+        time_step_limit=[0.3, 1.5],
+        mamba_d_state=6,
+        num_local_experts=0,
+        shared_intermediate_size=20,
+        residual_multiplier=0.4,
+        tie_word_embeddings=True,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **{name: value for name, value in SIZES.items() if name not in ("head_dim", "rms_norm_eps")},
+        layer_types=["conv", FULL],
+        norm_eps=0.05,
+        block_multiple_of=7,
+        block_ffn_dim_multiplier=1.5,
+        rope_theta=100.0,
+        conv_bias=True,
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **{name: value for name, value in SIZES.items() if name not in ("head_dim", "rms_norm_eps")},
+        layer_types=["conv", FULL],
+        norm_eps=0.05,
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        routed_scaling_factor=1.7,
         rope_theta=100.0,
     ),
     "bert": lambda: BertConfig(
@@ -253,7 +409,7 @@ def make_subject(name: str, folder: Path, *, older: bool = False) -> Subject:
             centre = 0.0 if parameter.dim() > 1 else float(parameter.mean())
             parameter.copy_(centre + WEIGHT_SCALE * torch.randn(parameter.shape, generator=generator))
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3, generator=generator)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -271,8 +427,16 @@ def make_network(settings: PreTrainedConfig) -> PreTrainedModel:
 
 def reference(config: Config, weights: Mapping[str, Tensor]) -> Tensor:
     settings = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    for name in ("chunk_size", "mamba_chunk_size"):
+        # Texts are padded to whole chunks, in memory.
+        if isinstance(getattr(settings, name, None), int):
+            setattr(settings, name, min(getattr(settings, name), 64))
     with no_init_weights():
         model = make_network(settings)
+    if settings.model_type == "nemotron_h":
+        for layer in model.model.layers:
+            # transformers limits the time of a token from below, by another field, in steps of several tokens only.
+            layer.mixer.time_step_limit = tuple(settings.time_step_limit)
     if settings.tie_word_embeddings and settings.model_type != "bert":
         weights = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
         missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -314,9 +478,8 @@ def mutations(config: Config, siblings: Mapping[str, list[object]]) -> Iterator[
 
 
 def _of_field(path: tuple[str, ...], value: object, elsewhere: list[object]) -> Iterator[Mutation]:
-    if (
-        path[0] in INFORMATIONAL
-    ):  # a few values show that it has no effect, and transformers takes milliseconds for each
+    # A few values show that it has no effect, and transformers takes milliseconds for each.
+    if path[0] in INFORMATIONAL or path[0] in COSTLY:
         yield from ((path, other) for other in (*_others(value)[:2], None, ABSENT) if other != value)
         return
     others = [other for other in elsewhere if other != value] if len(path) == 1 else []

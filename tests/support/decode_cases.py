@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.triton.plans import Chip
 from sightline.attention.oracle.attention import (
     attend_latent_row,
     attend_row,
@@ -18,6 +17,7 @@ from sightline.attention.oracle.attention import (
 )
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.core.batch import CAUSAL
+from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.decode import DecodeLayer, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.latent_decode import LatentLayer, decode_latent
@@ -261,7 +261,7 @@ def decode_latents(case: Case) -> Found:
     latent, k_rope = new.to(DEVICE).split_with_sizes([spec.latent_dim, spec.rope_dim], dim=-1)
     layer = LatentLayer(plane, _scale_tensors(case)[0], spec.scale)
     wanted_lse = lse if case.lse else None
-    decode_latent(q_latent, q_rope, latent, k_rope, layer, rows, scratch, config, out, wanted_lse)
+    decode_latent(q_latent, q_rope, (latent, k_rope), layer, rows, scratch, config, out, wanted_lse)
     paged.require_written(plane, before, new, scale)
     whole = _with_new(case, contexts, new, scale)
     # Queries are in the latent's space: what takes them there is the identity.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention
+from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import LatentAttentionDefinition, SoftmaxAttentionDefinition
 from sightline.models.decoder import DecoderLayer, LayerDefinition
 
@@ -16,6 +17,11 @@ def softmax_of(layer: LayerDefinition) -> SoftmaxAttentionDefinition:
 def latent_of(layer: LayerDefinition) -> LatentAttentionDefinition:
     assert isinstance(layer.attention, LatentAttentionDefinition)
     return layer.attention
+
+
+def rotary_of(layer: LayerDefinition) -> RotarySpec:
+    assert layer.rotary is not None
+    return layer.rotary
 
 
 def softmax_layer(layer: DecoderLayer) -> SoftmaxAttention:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from sightline.attention.capability import Work
+from sightline.attention.groups import group_layers
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import group_layers
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig

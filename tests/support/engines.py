@@ -31,6 +31,9 @@ def is_at_rest(llm: LLM) -> bool:
         for pool, page in zip(store.pools, node.bundle.pages, strict=True)
     )
     evictable = prefixes.num_evictable if prefixes is not None else 0
+    states, kept = store.main.states, {node.checkpoint.slot for node in cached if node.checkpoint is not None}
+    if states is not None and (states.num_checkpoints, states.num_free + len(kept)) != (len(kept), states.num_usable):
+        return False
     return (
         store.num_free_rows == store.limits.max_rows
         and owned_once

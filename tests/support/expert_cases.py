@@ -73,16 +73,19 @@ def make_case(
     return ExpertCase(x, choices, weights, stacked(2 * size, hidden), stacked(hidden, size), gate)
 
 
-def computed(case: ExpertCase, target: Tensor | None = None, config: ExpertTiles | None = None) -> Tensor:
+def computed(
+    case: ExpertCase, target: Tensor | None = None, config: ExpertTiles | None = None, *, gates_itself: bool = False
+) -> Tensor:
     """What the kernels write for the case, on memory of NaN, or add to the target."""
     num_tokens, per_token = case.choices.shape
     num_choices, num_experts = num_tokens * per_token, case.num_experts
     config = config or choose_tiles(num_choices, case.down, case.x.dtype)
     choices = GroupedChoices(*grouped(case.choices, num_experts, config.rows), per_token)
     x, gate_up, down = case.x.to(DEVICE), on_device(case.gate_up), on_device(case.down)
-    inner = torch.full((num_choices, gate_up.weight.shape[1] // 2), torch.nan, dtype=x.dtype, device=DEVICE)
+    size = gate_up.weight.shape[1] // (1 if gates_itself else 2)
+    inner = torch.full((num_choices, size), torch.nan, dtype=x.dtype, device=DEVICE)
     parts = torch.full((num_choices, x.shape[1]), torch.nan, dtype=x.dtype, device=DEVICE)
-    gate_up_product(x, gate_up, case.gate, choices, inner, config)
+    gate_up_product(x, gate_up, case.gate, choices, inner, config, gates_itself=gates_itself)
     down_product(inner, down, choices, parts, config)
     out = torch.full_like(x, torch.nan) if target is None else target.to(DEVICE)
     combine_parts(parts, case.weights.to(DEVICE), out, adds=target is not None)
@@ -185,6 +188,8 @@ def gated(rule: GateRule, gate: Tensor, up: Tensor) -> Tensor:
             return F.gelu(gate, approximate="tanh") * up
         case GateKind.RELU:
             return F.relu(gate) * up
+        case GateKind.SIGMOID:
+            return torch.sigmoid(gate) * up
         case GateKind.CLAMPED_SWIGLU:
             gate = gate.clamp(max=rule.limit)
             return (up.clamp(-rule.limit, rule.limit) + 1.0) * gate * torch.sigmoid(rule.alpha * gate)

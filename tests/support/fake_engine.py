@@ -173,6 +173,7 @@ class FakeEngine:
             0,
             0,
             0,
+            0,
             none,
             0,
             self._steps,

@@ -23,7 +23,12 @@ class FakePages:
     def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
         return self.first_slot + 1000 * rows + entries
 
-    def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+    def slots_to_read(self, rows: Sequence[int], contexts: Sequence[int]) -> None:
+        del rows, contexts
+
+    def slots_to_write(
+        self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int], candidates: Sequence[int] = ()
+    ) -> list[int]:
         spans = zip(rows, firsts, counts, strict=True)
         return [
             self.first_slot + 1000 * row + entry for row, first, count in spans for entry in range(first, first + count)

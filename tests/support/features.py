@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from sightline.attention.spec import SpecKind
 from sightline.layers.activation import ClampedSwiglu
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention
@@ -23,6 +24,8 @@ from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
 from sightline.models.feed_forward import ExpertFeedForward
 from support.definitions import latent_layer, latent_of, softmax_layer, softmax_of
 from support.layers import experts_of, without_bias
+
+_MixerT = TypeVar("_MixerT")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,31 @@ def in_spec(name: str, change: Callable[[Any], Any]) -> Change:
     )
 
 
+def in_kind(name: str, kind: SpecKind, **fields: object) -> Change:
+    """Changes the specs of a kind."""
+
+    def define(definition: DecoderDefinition) -> DecoderDefinition:
+        layers = [
+            replace(x, attention=replace(x.attention, spec=replace(x.attention.spec, **fields)))  # type: ignore[arg-type]
+            if x.attention.spec is not None and x.attention.spec.kind is kind
+            else x
+            for x in definition.layers
+        ]
+        return replace(definition, layers=tuple(layers))
+
+    return Change(name, define=define)
+
+
+def in_mixers(name: str, kind: type[_MixerT], change: Callable[[_MixerT], _MixerT]) -> Change:
+    """In those layers whose attention is of that class."""
+
+    def changed(layer: DecoderLayer) -> DecoderLayer:
+        mixer = layer.attention
+        return replace(layer, attention=change(mixer)) if isinstance(mixer, kind) else layer  # type: ignore[arg-type]
+
+    return in_layer(name, changed)
+
+
 def in_latent_definition(name: str, change: Callable[[LatentAttentionDefinition], LatentAttentionDefinition]) -> Change:
     return Change(
         name,
@@ -77,7 +105,8 @@ def in_rotary(name: str, change: Callable[[RotarySpec], RotarySpec]) -> Change:
     return Change(
         name,
         define=lambda definition: replace(
-            definition, layers=tuple(replace(x, rotary=change(x.rotary)) for x in definition.layers)
+            definition,
+            layers=tuple(x if x.rotary is None else replace(x, rotary=change(x.rotary)) for x in definition.layers),
         ),
     )
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sightline.core.batch import RowWork, StepWork
 from sightline.runner.build import Runtime
-from support.tiny_mtp import Made, Oracle
+from support.tiny_mtp import Made
 
 VOCAB_START = 3
+
+
+class DepthOracle(Protocol):
+    """A model with its modules."""
+
+    def depths(self, text: Sequence[int], num_places: int) -> list[Made]:
+        """What the model and the module of each depth give at the first places of a text."""
+        ...
 
 
 @dataclass
@@ -38,7 +47,7 @@ class DraftedText:
 class Rounds:
     """Runs all rows in the same steps and compares what every network gives with the oracle."""
 
-    def __init__(self, runtime: Runtime, oracle: Oracle, texts: Sequence[Sequence[int]], chunk: int) -> None:
+    def __init__(self, runtime: Runtime, oracle: DepthOracle, texts: Sequence[Sequence[int]], chunk: int) -> None:
         self._runtime = runtime
         self._oracle = oracle
         self._chunk = chunk

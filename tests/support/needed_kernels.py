@@ -17,10 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from sightline.attention.backends.triton.plans import Chip
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.config import EngineConfig, Task
 from sightline.core.ledger import Ledger
+from sightline.kernels.triton.chip import Chip
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import Runtime, build_embedding_runtime, build_runtime
 from sightline.runner.warm_up import StepKind, WarmUp

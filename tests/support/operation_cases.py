@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
-from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
-from sightline.layers.operations import LatentRows, Operations, TurnedHeads
+from sightline.layers.decay_rates import DecayRates
+from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.operations import HEAD_GATES, IndexRows, LatentRows, Operations, TurnedHeads
 from sightline.layers.rotary import Halves, Rotary, RotarySpec, RotaryTable, YarnScaling
+from sightline.layers.time_steps import TimeSteps
 from support.layers import TORCH
 
 LEFT, RIGHT = 3, 2
@@ -201,6 +204,44 @@ class OperationCases:
         check(run, dtype, rows)
 
     @all_dtypes
+    @pytest.mark.parametrize(
+        ("rows", "heads", "dim", "rope"), [(0, 2, 16, 8), (1, 64, 128, 64), (3, 9, 20, 6), (2, 3, 24, 24)]
+    )
+    def test_queries_and_key_of_an_indexer(
+        self, check: Check, dtype: torch.dtype, rows: int, heads: int, dim: int, rope: int
+    ) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            q, key = inputs.given(rows, heads * dim).view(rows, heads, dim), inputs.given(rows, dim)
+            turned = inputs.room(rows, (heads + 1) * dim).view(rows, heads + 1, dim)
+            norm = LayerNorm(inputs.weight(dim), inputs.weight(dim), 1e-2)
+            operations.turn_index(IndexRows(q, key, turned), norm, table_of(inputs, rows, rope))
+            return [turned]
+
+        check(run, dtype, rows)
+
+    def test_the_key_of_an_indexer_is_normalised_before_it_is_rotated(self, check: Check) -> None:
+        """An oracle of its own: pairs of dimensions are complex numbers, and nothing else turns."""
+
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            q, key = inputs.given(2, 3 * 10).view(2, 3, 10), inputs.given(2, 10)
+            norm = LayerNorm(inputs.weight(10), inputs.weight(10), 1e-6)
+            angles = torch.tensor([[[0.3, 1.1, -0.7]], [[2.0, 0.4, 0.9]]], dtype=torch.float64)
+            cos, sin = (each.to(inputs.device, inputs.dtype) for each in (angles.cos(), angles.sin()))
+            both = torch.cat((q, torch.nn.functional.layer_norm(key, (10,), norm.weight, norm.bias, 1e-6)[:, None]), 1)
+            expected = both.clone()
+            turned = torch.complex(both[..., :3].double(), both[..., 3:6].double()) * torch.polar(
+                torch.ones_like(angles), angles
+            ).to(inputs.device)
+            expected[..., :3], expected[..., 3:6] = turned.real.float(), turned.imag.float()
+            room = inputs.room(2, 40).view(2, 4, 10)
+            table = RotaryTable(torch.cat((cos, cos), dim=-1), sin, -sin)
+            operations.turn_index(IndexRows(q, key, room), norm, table)
+            torch.testing.assert_close(room, expected, atol=1e-5, rtol=1e-5)
+            return [room]
+
+        check(run, torch.float32, 2)
+
+    @all_dtypes
     @pytest.mark.parametrize("rows", [0, 1, 5])
     @pytest.mark.parametrize("spec", [RotarySpec(64, 1e4), RotarySpec(80, 1e6), RotarySpec(48, 1e4, YARN)], ids=repr)
     def test_rotary_table(self, check: Check, dtype: torch.dtype, rows: int, spec: RotarySpec) -> None:
@@ -224,6 +265,15 @@ class OperationCases:
             return [out]
 
         check(run, dtype, rows)
+
+    @all_dtypes
+    def test_gate_in_place(self, check: Check, dtype: torch.dtype) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            gate, up = inputs.given(2, 70), inputs.given(2, 70)
+            operations.gate(Activation.SIGMOID, gate, up, up)
+            return [up, gate]
+
+        check(run, dtype, 2)
 
     @all_dtypes
     @pytest.mark.parametrize("kind", Activation)
@@ -261,6 +311,15 @@ class OperationCases:
         check(run, dtype, rows)
 
     @pytest.mark.parametrize("rows", [0, 1, 3])
+    def test_logits_are_multiplied(self, check: Check, rows: int) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            logits = inputs.table(rows, 1111)
+            operations.scale(logits, 0.3)
+            return [logits]
+
+        check(run, torch.float32, rows)
+
+    @pytest.mark.parametrize("rows", [0, 1, 3])
     def test_softcap(self, check: Check, rows: int) -> None:
         def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
             logits = inputs.table(rows, 1111) * 40
@@ -268,3 +327,113 @@ class OperationCases:
             return [logits]
 
         check(run, torch.float32, rows)
+
+
+class StateOperationCases:
+    """The tests of the operations around recurrent states; the module or the class has a fixture `check`."""
+
+    @all_dtypes
+    @pytest.mark.parametrize("activation", HEAD_GATES)
+    @pytest.mark.parametrize(("rows", "heads", "dim"), [(0, 2, 8), (1, 1, 1), (3, 5, 33), (2, 3, 128)])
+    def test_gated_norm(
+        self, check: Check, dtype: torch.dtype, activation: Activation, rows: int, heads: int, dim: int
+    ) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x, wide, out = (
+                inputs.given(rows, heads * dim),
+                inputs.given(rows, heads * 2 * dim).mul_(4),
+                inputs.room(rows, heads * dim),
+            )
+            gate = wide.view(rows, heads, 2 * dim)[:, :, dim:]
+            heads_of_x, heads_of_out = (each.view(rows, heads, dim) for each in (x, out))
+            operations.gated_norm(heads_of_x, gate, RmsNorm(inputs.weight(dim), 1e-2), activation, heads_of_out)
+            return [out, x, wide]
+
+        check(run, dtype, rows)
+
+    @all_dtypes
+    def test_gated_norm_in_place(self, check: Check, dtype: torch.dtype) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x, gate = (inputs.given(4, 3 * 24).view(4, 3, 24) for _ in range(2))
+            operations.gated_norm(x, gate, RmsNorm(inputs.weight(24), 1e-6), Activation.SILU, x)
+            return [x]
+
+        check(run, dtype, 4)
+
+    @all_dtypes
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize(
+        ("rows", "shape"), [(0, (4,)), (1, (1,)), (3, (5,)), (2, (1030,)), (0, (2, 3)), (3, (3, 33)), (2, (16, 128))]
+    )
+    def test_delta_gates(
+        self, check: Check, dtype: torch.dtype, rows: int, shape: tuple[int, ...], bound: float | None
+    ) -> None:
+        """Some of the inputs are far from 0, where an exponential is infinite or 0."""
+        size = math.prod(shape)
+
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x, shares = inputs.given(rows, size).mul_(8), inputs.given(rows, shape[0]).mul_(8)
+            x[:, ::3].mul_(32)
+            decay, beta = (torch.full((rows, *each), torch.nan, device=inputs.device) for each in (shape, shape[:1]))
+            rates = DecayRates(inputs.weight(shape[0]), inputs.weight(*shape), bound)
+            operations.delta_gates(x.view(rows, *shape), shares, rates, decay, beta)
+            assert decay.dtype == beta.dtype == torch.float32
+            assert bool(((decay <= 0.0) & (decay >= (-torch.inf if bound is None else bound))).all())
+            assert bool(((beta >= 0.0) & (beta <= 1.0)).all())
+            return [decay.to(inputs.dtype), beta.to(inputs.dtype), x, shares]
+
+        check(run, dtype, rows)
+
+    @all_dtypes
+    @pytest.mark.parametrize(("rows", "heads"), [(0, 4), (1, 1), (3, 5), (2, 1030)])
+    @pytest.mark.parametrize("limits", [(0.0, math.inf), (0.5, 4.0)])
+    def test_time_steps(
+        self, check: Check, dtype: torch.dtype, rows: int, heads: int, limits: tuple[float, float]
+    ) -> None:
+        """Some of the inputs are far from 0, where an exponential is infinite or 0."""
+
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x = inputs.given(rows, heads).mul_(8)
+            x[:, ::3].mul_(32)
+            times, decays = (torch.full((rows, heads), torch.nan, device=inputs.device) for _ in range(2))
+            operations.time_steps(x, TimeSteps(inputs.weight(heads), inputs.weight(heads), *limits), times, decays)
+            assert bool((times >= limits[0]).all())
+            assert bool((times <= limits[1]).all())
+            return [times.to(inputs.dtype), decays.to(inputs.dtype), x]
+
+        check(run, dtype, rows)
+
+    @all_dtypes
+    @pytest.mark.parametrize(("rows", "groups", "size"), [(0, 2, 8), (1, 1, 1), (3, 5, 33), (2, 1, 1030), (2, 3, 128)])
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_norm_gated(
+        self, check: Check, dtype: torch.dtype, rows: int, groups: int, size: int, in_place: bool
+    ) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x, gate = inputs.given(rows, groups * size), inputs.given(rows, groups * size).mul_(4)
+            out = x if in_place else inputs.room(rows, groups * size)
+            operations.norm_gated(x, gate, GroupNorm(inputs.weight(groups, size), 1e-2), out)
+            return [out, gate]
+
+        check(run, dtype, rows)
+
+    @all_dtypes
+    @shapes
+    def test_multiply(self, check: Check, dtype: torch.dtype, rows: int, size: int) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            x, y, out = inputs.given(rows, size), inputs.given(rows, size), inputs.room(rows, size)
+            operations.multiply(x, y, out)
+            operations.multiply(x, y, x)
+            return [out, x, y]
+
+        check(run, dtype, rows)
+
+    @all_dtypes
+    @pytest.mark.parametrize(("rows", "heads", "dim"), [(0, 2, 8), (1, 1, 1), (3, 5, 33), (2, 3, 128)])
+    def test_gate_heads(self, check: Check, dtype: torch.dtype, rows: int, heads: int, dim: int) -> None:
+        def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
+            gate, x = inputs.given(rows, heads).mul_(4), inputs.given(rows, heads * dim)
+            operations.gate_heads(gate, x.view(rows, heads, dim))
+            return [x, gate]
+
+        check(run, dtype, rows)

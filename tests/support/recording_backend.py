@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor
@@ -18,10 +18,8 @@ from sightline.attention.contract import (
     AttentionPlan,
     BackendContext,
     Lse,
-    SoftmaxInputs,
     StepView,
 )
-from sightline.attention.spec import SoftmaxSpec
 from sightline.core import extensions
 
 
@@ -42,32 +40,38 @@ class Record:
 
 
 @dataclass(frozen=True, eq=False)
-class _RecordingPlan(AttentionPlan[SoftmaxInputs]):
-    inner: AttentionPlan[SoftmaxInputs]
+class _RecordingPlan(AttentionPlan[Any]):
+    inner: AttentionPlan[Any]
     record: Record
 
     def prepare(self) -> None:
         self.record.prepared.append(len(self.record.runs))
         self.inner.prepare()
 
-    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        self.record.runs.append((layer, inputs.q.shape[0]))
+    def run(self, layer: int, inputs: Any, out: Tensor) -> Lse | None:
+        self.record.runs.append((layer, out.shape[0]))
         return self.inner.run(layer, inputs, out)
 
 
-class RecordingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
+class RecordingBackend(AttentionBackend[Any, Any]):
     """Gives the answers of the torch backend."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = TorchBackend.capabilities
+    served_by: ClassVar[type[AttentionBackend[Any, Any]]] = TorchBackend
 
-    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
+    def __init__(self, context: BackendContext[Any]) -> None:
         self.context = context
         self.records: list[Record] = []
-        self._inner = TorchBackend(context)
+        self._inner = self.served_by(context)
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _RecordingPlan:
         self.records.append(Record(step))
         return _RecordingPlan(self._inner.plan(step, buffers), self.records[-1])
+
+
+def recording(backend: type[AttentionBackend[Any, Any]], rows: tuple[Capability, ...]) -> type[RecordingBackend]:
+    """A recording backend that gives the answers of another one, and claims these rows."""
+    return type(f"Recording{backend.__name__}", (RecordingBackend,), {"capabilities": rows, "served_by": backend})
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class _EntryPoint:
     dist: None = None
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[SoftmaxSpec, SoftmaxInputs]]) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[Any, Any]]) -> None:
     """Makes backends known by name, as if a package had registered them."""
     entries = [_EntryPoint(name, lambda backend=backend: backend) for name, backend in backends.items()]  # type: ignore[misc]
     monkeypatch.setattr(extensions, "entry_points", lambda *, group: entries if group == ENTRY_POINT_GROUP else ())

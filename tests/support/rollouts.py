@@ -71,7 +71,9 @@ class Draft:
         generator = torch.Generator().manual_seed(3)
         one = [
             rig.problem.random_inputs(
-                self.first.spec, len(rows), lambda *shape: torch.randn(*shape, generator=generator)
+                self.first.spec,
+                len(rows),
+                lambda *shape: torch.randn(*shape, generator=generator).to(rig.setting.dtype),
             )
             for _ in range(1, steps)
         ]
@@ -102,7 +104,7 @@ class Draft:
         planner.launch(current)
         spec = self.first.spec
         shape = (current.batch.num_tokens, spec.num_q_heads, spec.out_dim)
-        out = torch.full(shape, torch.nan, device=self.rig.device)
+        out = torch.full(shape, torch.nan, dtype=self.rig.setting.dtype, device=self.rig.device)
         with torch.inference_mode(), current.in_stream_order():
             current.prepare()
             current.attend(0, to_device(self.inputs[step], self.rig.device), out)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
 from sightline.cache.prefix import PrefixCache
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.store import CacheStore
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState

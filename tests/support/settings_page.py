@@ -14,6 +14,7 @@ from sightline.cli.options import computing_options
 from sightline.cli.serve import serve
 from sightline.core.command_line import flag
 from sightline.core.config import EngineKeywords
+from sightline.core.hisparse import HiSparse
 from sightline.core.request import SamplingParams
 from sightline.core.settings import Setting, aliases_of, stated
 from sightline.core.speculation import Speculation
@@ -41,6 +42,12 @@ no use for. The other names of `speculative_config` above give single fields of 
 
 {speculation}
 
+## Entries in host memory
+
+Fields of `hisparse_config`, a dictionary in Python and JSON on the command line ([hisparse.md](hisparse.md)).
+
+{hisparse}
+
 ## Sampling
 
 `SamplingParams(name=value)` in Python, a field of a completion over HTTP, `--name value` of `generate` and `chat`.
@@ -64,6 +71,7 @@ def settings_page() -> str:
     return _PAGE.format(
         engine="\n".join(_table(EngineKeywords)),
         speculation="\n".join(_table(Speculation)),
+        hisparse="\n".join(_table(HiSparse)),
         sampling="\n".join(_table(SamplingParams)),
         server="\n".join(_server()),
     )

@@ -7,6 +7,7 @@ kernel's name once for each time that it was compiled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from sightline.kernels.hot_entries import HotBuffer, TurnRows
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
+from sightline.kernels.triton.choose import Candidates, ChoiceConfig, choose_places
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.expert_groups import group_choices, tile_table
@@ -33,15 +36,29 @@ from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, CONTEXT_ROWS, Sco
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.greedy import best_tokens
+from sightline.kernels.triton.hot_entries import fetch_entries
+from sightline.kernels.triton.index_scores import (
+    IndexKeys,
+    choose_score_config,
+    list_queries,
+    score_keys,
+    write_index_keys,
+)
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.kernels.triton.pages import list_pages
-from sightline.kernels.triton.pointwise import activate, add_rows, gate, softcap, take_rows
+from sightline.kernels.triton.pointwise import activate, add_rows, gate, scale, softcap, take_rows
 from sightline.kernels.triton.project import project_real
-from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_latents
+from sightline.kernels.triton.recurrent_chunks import CHUNK, ChunkedLayer, CutRows, Faded, recur_chunks
+from sightline.kernels.triton.recurrent_steps import RecurrentLayer, RecurrentRule, recurrent_steps
+from sightline.kernels.triton.recurrent_tokens import TokenRows, TokenSlots, find_tokens
+from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_index, turn_latents
 from sightline.kernels.triton.routing import RoutingRule, choose_experts
 from sightline.kernels.triton.row_product import InputNorm, row_gated_product, row_product
+from sightline.kernels.triton.short_convolution import Convolution, Split, convolve, split_mixed
+from sightline.kernels.triton.slots import count_choices, find_slots, list_slots
+from sightline.kernels.triton.state_gates import delta_gates, gate_heads, gated_norm, norm_gated, time_steps
 from sightline.kernels.triton.thin_product import exact_product, thin_gated_product, thin_product
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
@@ -116,9 +133,36 @@ def compile_latent_decode(num_heads: int, cache_dtype: torch.dtype) -> None:
     key_up, value_up = meta(num_heads, 128, 512).transpose(1, 2), meta(num_heads, 128, 512)
     project_real(meta(TOKENS, num_heads, 128), key_up, real, q_latent, overlaps=True)
     layer = LatentLayer(meta(SLOTS, 576, dtype=cache_dtype), scale_for(cache_dtype), 0.1)
-    new = (meta(TOKENS, num_heads, 64), meta(TOKENS, 512), meta(TOKENS, 64))
-    decode_latent(q_latent, *new, layer, decode_rows(), decode_scratch(config, 512), config, found, None)
+    q_rope, new = meta(TOKENS, num_heads, 64), (meta(TOKENS, 512), meta(TOKENS, 64))
+    decode_latent(q_latent, q_rope, new, layer, decode_rows(), decode_scratch(config, 512), config, found, None)
+    chosen, rows = meta(TOKENS, 2048, dtype=torch.int32), decode_rows()
+    tiles = Tiles(meta(TOKENS, FIELDS, dtype=torch.int32), 1)
+    count_choices(tiles, 2048, rows.context_lens, rows.query_lens)
+    for pages in (rows.pages, None):
+        slots = find_slots(chosen, rows.table_rows, pages, PAGE_SIZE)
+    list_slots(slots, meta(2, TOKENS, dtype=INT64), meta(TOKENS * 2048, dtype=torch.int32))
+    rows = replace(rows, pages=slots, page_size=1)
+    decode_latent(q_latent, q_rope, None, layer, rows, decode_scratch(config, 512), config, found, None)
     project_real(found, value_up, real, meta(TOKENS, num_heads, 128), overlaps=True, early=True)
+
+
+def compile_index(dtype: torch.dtype, cache_dtype: torch.dtype, longest_query: int, *, paged: bool) -> None:
+    """DeepSeek's indexer: 64 heads, 128 wide, 2,048 of 131,072 tokens."""
+    config = choose_score_config(dtype, 64, 128, longest_query, shared_bytes=CHIP["shared_bytes"])
+    codes, scales = meta(SLOTS, 128, dtype=cache_dtype), meta(SLOTS, 1, dtype=FP32) if cache_dtype is FP8 else None
+    write_index_keys(meta(TOKENS, 128, dtype=dtype), codes, scales, meta(TOKENS, dtype=INT64))
+    tiles = Tiles(meta(8, FIELDS, dtype=torch.int32), config.queries)
+    tokens, counts = (meta(8 * config.queries, dtype=torch.int32) for _ in range(2))
+    list_queries(tiles, tokens, counts)
+    choice, queries = ChoiceConfig.of(2048, 131_072), 8 * config.queries
+    scores, out = meta(queries, 131_072, dtype=FP32), meta(TOKENS, 2048, dtype=torch.int32)
+    keys = IndexKeys(codes, scales, meta(9, 2048, dtype=INT64) if paged else None, PAGE_SIZE)
+    q, weights = meta(TOKENS, 64, 128, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
+    score_keys(q, weights, keys, tiles, slice(0, 8), 131_072, scores, config, multiprocessors=CHIP["multiprocessors"])
+    room = [
+        Candidates(meta(queries, size, dtype=FP32), meta(queries, size, dtype=torch.int32)) for size in choice.sizes
+    ]
+    choose_places(scores, tokens, counts, room[1:], out, choice)
 
 
 def tiles_for(config: ExtendConfig, group_size: int) -> Tiles:
@@ -155,11 +199,12 @@ def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     layer_norm(x, weight, weight, 1e-6, x)
     take_rows(x, rows, 2.0, x)
     add_rows(x, rows, x)
+    scale(meta(TOKENS, 32_001, dtype=FP32), 0.5)
     softcap(meta(TOKENS, 32_001, dtype=FP32), 30.0)
     best_tokens(meta(TOKENS, 32_001, dtype=FP32), meta(2, TOKENS, dtype=INT64))
     for kind in GateKind:
         gate(GateRule(kind), x, x, x, overlaps=True)
-    for kind in list(GateKind)[:4]:
+    for kind in set(GateKind) - {GateKind.CLAMPED_SWIGLU}:
         activate(kind, x)
     for dim in (head_dim, 64):
         cos, sin = meta(TOKENS, 1, dim, dtype=dtype), meta(TOKENS, 1, dim // 2, dtype=dtype)
@@ -170,6 +215,54 @@ def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     latent, key = meta(TOKENS, 512, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
     parts = meta(TOKENS, 17, 64, dtype=dtype)
     turn_latents(latent, meta(512, dtype=FP32), 1e-6, latent, parts[:, :16], key, cos, sin, parts)
+    index, norm_of_key = meta(TOKENS, 65, 128, dtype=dtype), (meta(128, dtype=FP32), meta(128, dtype=FP32), 1e-6)
+    turn_index(index[:, :64], index[:, 64], norm_of_key, cos, sin, index, overlaps=True)
+
+
+def compile_state_gates() -> None:
+    """What layers with states name beside the recurrence."""
+    heads, channels, rates = meta(TOKENS, 32), meta(TOKENS, 32, 128), meta(32, dtype=FP32)
+    by_head, by_channel = meta(TOKENS, 32, dtype=FP32), meta(TOKENS, 32, 128, dtype=FP32)
+    delta_gates(heads, heads, rates, rates, None, by_head, by_head, overlaps=True)
+    delta_gates(channels, heads, rates, meta(32, 128, dtype=FP32), -5.0, by_channel, by_head, overlaps=True)
+    time_steps(heads, rates, rates, (0.0, 1.0), by_head, by_head, overlaps=True)
+    gate_heads(heads, channels, overlaps=True)
+    gated_norm(channels, channels, meta(128, dtype=FP32), 1e-6, GateKind.SIGMOID, channels, overlaps=True)
+    norm_gated(
+        meta(TOKENS, 4096), meta(TOKENS, 4096), meta(8, 512, dtype=FP32), 1e-6, meta(TOKENS, 4096), overlaps=True
+    )
+
+
+def compile_recurrence(key_heads: int, value_dim: int, *, delta: bool, channels: bool, width: int, skip: bool) -> None:
+    """32 heads of a recurrent layer: one token a row, several, and without states."""
+    rule = RecurrentRule(32, key_heads, 128, value_dim, 0.1, delta, channels, delta, width)
+    size = 2 * key_heads * 128 + 32 * value_dim
+    mixed, out = meta(TOKENS, size), meta(TOKENS, 32, value_dim)
+    decay = meta(TOKENS, 32, 128, dtype=FP32) if channels else meta(TOKENS, 32, dtype=FP32)
+    beta, factors = meta(TOKENS, 32, dtype=FP32), meta(32, dtype=FP32) if skip else None
+    weight, bias = (meta(size, width), meta(size)) if width else (None, None)
+    states, tails = meta(9, 32, 128, value_dim, dtype=FP32), meta(9, size, width - 1, dtype=FP32) if width else None
+    slots = TokenSlots(meta(TOKENS, dtype=INT64), meta(TOKENS, dtype=INT64))
+    tokens = TokenRows(meta(TOKENS + 1, dtype=INT64), meta(TOKENS, dtype=torch.int32))
+    find_tokens(meta(TOKENS, dtype=INT64), tokens)
+    layer = RecurrentLayer(mixed, decay, beta, weight, bias, factors, states, tails)
+    for longest in (1, 5):
+        recurrent_steps(rule, layer, slots, tokens, out, longest=longest, overlaps=True)
+    without = layer._replace(states=None, tails=None)
+    recurrent_steps(rule, without, None, tokens, out, longest=5)
+    split = Split(meta(TOKENS, key_heads, 128), meta(TOKENS, key_heads, 128), out)
+    given = None if weight is None else Convolution(weight, bias, tails)
+    split_mixed(mixed, given, slots, tokens, split, unit=delta, overlaps=True)
+    table, rows, squares = meta(TOKENS, 2, dtype=INT64), meta(TOKENS, 3, dtype=INT64), meta(TOKENS, 32, CHUNK, CHUNK)
+    wide, left = meta(TOKENS, 32, 128), meta(TOKENS, 32, 128, dtype=FP32)
+    faded = Faded(wide, wide, wide, left, squares.float()) if channels else None
+    chunks = CutRows(table, rows, rows, squares, squares, faded)
+    recur_chunks(rule, ChunkedLayer(split, decay, beta, factors, states), slots, chunks, out, shared_bytes=232_448)
+    recur_chunks(rule, ChunkedLayer(split, decay, beta, factors, None), None, chunks, out, shared_bytes=232_448)
+    if given is not None:
+        split_mixed(mixed, given._replace(tails=None), None, tokens, split, unit=delta)
+        convolve(mixed, given, slots, tokens, mixed, overlaps=True)
+        convolve(mixed, given._replace(tails=None), None, tokens, mixed)
 
 
 def compile_thin_products() -> None:
@@ -212,7 +305,10 @@ def compile_experts(
     choices = GroupedChoices(order, tile_table(table, num_choices, 64, config.rows), 6)
     group_choices(meta(num_tokens, 6, dtype=INT64), 64, config.rows, order, choices.tiles, overlaps=True)
     inner, parts = meta(num_choices, 1408, dtype=dtype), meta(num_choices, 2048, dtype=dtype)
-    gate_up_product(meta(num_tokens, 2048, dtype=dtype), gate_up, GateRule(gate), choices, inner, config, overlaps=True)
+    x = meta(num_tokens, 2048, dtype=dtype)
+    gate_up_product(x, gate_up, GateRule(gate), choices, inner, config, overlaps=True)
+    up = stacked_for(form, 1408, 2048, dtype)
+    gate_up_product(x, up, GateRule(gate), choices, inner, config, gates_itself=True, overlaps=True)
     down_product(inner, stacked_for(form, 2048, 1408, dtype), choices, parts, config, overlaps=True)
     weights, target = meta(num_tokens, 6, dtype=torch.float32), meta(num_tokens, 2048, dtype=dtype)
     combine_parts(parts, weights, target, adds=True, overlaps=True)
@@ -224,6 +320,26 @@ def compile_routing(rule: RoutingRule, num_experts: int, *, corrected: bool) -> 
     choose_experts(meta(TOKENS, num_experts, dtype=torch.float32), correction, rule, experts, weights, overlaps=True)
 
 
+def compile_hot_entries() -> None:
+    """What DeepSeek V3.2 chooses, in buffers of twice as many; 2 layers and 4 rows."""
+    size, top_k, width, slots = 4096, 2048, 144, meta(TOKENS, 2048, dtype=INT64)
+    held, order = (meta(2, 5, size, dtype=torch.int32) for _ in range(2))
+    buffer = HotBuffer(
+        plane=meta(2 * 5 * size, width, dtype=INT64),
+        host=meta(2, SLOTS, width, dtype=INT64),
+        pages=meta(5, SLOTS // PAGE_SIZE, dtype=INT64),
+        page_size=PAGE_SIZE,
+        held=held,
+        order=order,
+        places=meta(5, SLOTS + 1, dtype=torch.int32),
+        counts=meta(2, dtype=INT64),
+        work=meta(2, TOKENS, size, dtype=torch.int32),
+        sources=meta(TOKENS, top_k, dtype=INT64),
+    )
+    turn = TurnRows(*(meta(TOKENS, dtype=INT64) for _ in range(3)))
+    fetch_entries(buffer, 1, turn, meta(TOKENS, 1, top_k, dtype=torch.int32), slots)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
     driver.set_active(CompileOnly())
@@ -232,10 +348,20 @@ def main() -> None:
     compile_softmax_decode(FP8, with_everything=True)
     compile_latent_decode(128, BF16)
     compile_latent_decode(16, FP8)
+    compile_index(BF16, BF16, 1, paged=True)
+    compile_index(BF16, FP8, 1, paged=True)
+    compile_index(BF16, FP8, 64, paged=True)
+    compile_index(BF16, BF16, 64, paged=False)
+    compile_index(FP32, FP32, 64, paged=True)
     compile_extend()
     compile_operations(BF16, 4096, 128)
     compile_operations(FP32, 576, 80)
     compile_thin_products()
+    compile_state_gates()
+    compile_recurrence(16, 128, delta=True, channels=False, width=4, skip=False)
+    compile_recurrence(32, 128, delta=True, channels=True, width=4, skip=False)
+    compile_recurrence(8, 64, delta=False, channels=False, width=4, skip=True)
+    compile_recurrence(32, 128, delta=False, channels=False, width=0, skip=False)
     compile_experts(1, GateKind.SILU)
     compile_experts(512, GateKind.CLAMPED_SWIGLU)
     compile_experts(8192, GateKind.GELU_TANH)
@@ -244,6 +370,7 @@ def main() -> None:
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_PRODUCTS)
     compile_routing(RoutingRule(False, False, 1.0), 64, corrected=False)
     compile_routing(RoutingRule(True, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True)
+    compile_hot_entries()
 
 
 if __name__ == "__main__":

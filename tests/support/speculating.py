@@ -16,6 +16,9 @@ PAGE = 4
 PROMPTS = random_prompts([9, 14, 3, 21, 8])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=8, max_tokens=24, ignore_eos=True)
+SCORED = replace(GREEDY, logprobs=2)
+TIE = 1e-4
+"""Two tokens whose log-probabilities differ by less are a tie, which rounding decides: chunks round differently."""
 EVERYTHING = [
     GREEDY,
     SAMPLED,
@@ -49,3 +52,20 @@ def ask(
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[each.token_ids for each in output.outputs] for output in outputs]
+
+
+def assert_same_answers(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Fails at the first token that differs, unless it ties with the expected one; nothing behind a tie is compared.
+
+    The expected answers come from greedy requests, with log-probabilities (`SCORED`).
+    """
+    for output, known in zip(found, expected, strict=True):
+        for each, right in zip(output.outputs, known.outputs, strict=True):
+            same = [token == other for token, other in zip(each.token_ids, right.token_ids, strict=True)]
+            if all(same):
+                continue
+            at = same.index(False)
+            assert right.logprobs is not None
+            scores = {token: score.logprob for token, score in right.logprobs[at].items()}
+            gap = scores[right.token_ids[at]] - scores.get(each.token_ids[at], float("-inf"))
+            assert abs(gap) < TIE, f"token {at}: expected {right.token_ids}, got {each.token_ids}"

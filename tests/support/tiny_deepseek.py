@@ -95,3 +95,14 @@ DENSE_DEEPSEEK: dict[str, Callable[[Sizes], PreTrainedModel]] = {
     "deepseek_v3": partial(_v3, first_k_dense_replace=3),
 }
 """The same without experts."""
+
+
+def make_wide_deepseek(common: Sizes, num_heads: int) -> PreTrainedModel:
+    """A V3 of two dense layers, with heads of the sizes that kernels for GPUs are made for.
+
+    Its weights are small enough for half precision.
+    """
+    sizes: Sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    heads: Sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 64}
+    layers: Sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 128, "initializer_range": 0.1}
+    return _v3(common, **sizes | heads | layers).bfloat16().float().eval()

@@ -230,9 +230,9 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
+def load_runtime(folder: Path, config: EngineConfig, *, strict: bool = True) -> Runtime:
     """The runtime over poisoned, shuffled pools."""
-    ledger = Ledger(strict=True)
+    ledger = Ledger(strict=strict)
     runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger)
     fill_pools(runtime.store, Unused.NAN)
     arrange_free_pages(runtime.store, Layout.SHUFFLED, seed=3)
@@ -247,6 +247,12 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     order = random.Random(seed)
     return [[order.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def prompts_alike(shared: int, count: int, own: int) -> list[list[int]]:
+    """Prompts that begin alike and end differently."""
+    [beginning] = random_prompts([shared], seed=5)
+    return [beginning + end for end in random_prompts([own] * count, seed=6)]
 
 
 def stepped_logits(
@@ -275,6 +281,7 @@ def stepped_logits(
             logits[active[row]].append(result[index])
         for i, row_work in zip(active, work, strict=True):
             done[i] += len(row_work.tokens)
+            store.lengths.commit(rows[i], done[i])
         step += 1
     for row in rows:
         store.close_row(row)

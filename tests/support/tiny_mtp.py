@@ -51,8 +51,12 @@ class Oracle(NamedTuple):
 
 
 def save_with_modules(family: str, num_modules: int, folder: Path) -> Oracle:
-    """A tiny model of the family with random modules. The oracle reads the modules back from the folder."""
-    model = make_model(family)
+    """A tiny model of the family with random modules."""
+    return save_model_with_modules(make_model(family), num_modules, folder)
+
+
+def save_model_with_modules(model: PreTrainedModel, num_modules: int, folder: Path) -> Oracle:
+    """The model with random modules. The oracle reads the modules back from the folder."""
     model.config.num_mtp_layers = num_modules
     model.save_pretrained(folder)
     modules = MtpModel(model, num_modules)
@@ -86,12 +90,12 @@ def stored_modules(model: PreTrainedModel, modules: MtpModel) -> dict[str, Tenso
         stored[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
         for name, tensor in layer.state_dict().items():
             as_stored = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-            for part, own in _split_experts(as_stored, tensor).items():
+            for part, own in split_experts(as_stored, tensor).items():
                 stored[f"{prefix}.{part}"] = own.clone()
     return stored
 
 
-def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The tensor of each expert, if transformers has joined them."""
     before, _, part = name.partition(".experts.")
     if part not in ("gate_up_proj", "down_proj"):

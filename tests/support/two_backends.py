@@ -9,6 +9,7 @@ from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.planner import Planner
+from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
 from sightline.kernels.cpu.program import inline_launcher
@@ -50,6 +51,7 @@ class ServedBench(AttentionRig):
                             setting.dtype,
                             self.device,
                             inline_launcher(),
+                            ResidentEntries(cache),
                         )
                     ),
                     next(row for row in kind.capabilities if setting.dtype in row.dtypes),

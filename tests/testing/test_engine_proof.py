@@ -38,11 +38,15 @@ from sightline.testing.conformance.engine_proof import (
     uncovered,
 )
 from sightline.testing.conformance.kit import Verdict
+from support.hybrids import make_hybrid
 from support.tiny_bert import make_bert, save_embedder
-from support.tiny_models import make_model
+from support.tiny_models import _common, make_model, with_weights
+from support.tiny_qwen_hybrid import QWEN_HYBRID
 from support.wrong_backends import wrong_candidate
 
-SOME = tuple(check for check in CHECKS if check.name in ("built", "cache-write", "causal", "window"))
+SOME = tuple(
+    check for check in CHECKS if check.name in ("built", "cache-write", "causal", "window", "state-write", "delta-rule")
+)
 """Soon done: the kit has its own tests."""
 SMALL: dict[str, Any] = {
     "max_model_len": 40,
@@ -143,6 +147,21 @@ def test_what_an_engine_asks_for_is_proven_and_the_engine_then_starts(
     assert all(work.num_cases > 5 for each in report.duties for work in each.works)
     assert {result.verdict for each in report.duties for result in each.results} == {Verdict.PASSED, Verdict.EXCUSED}
     LLM(str(folder), **settings)
+
+
+def test_every_group_of_a_hybrid_is_proven_and_the_engine_then_starts(book: ProofBook, tmp_path: Path) -> None:
+    make_hybrid("qwen3_next").save_pretrained(tmp_path / "model")
+    settings = SMALL | {"max_num_seqs": 2, "attention_backend": None, "model": str(tmp_path / "model")}
+    candidates = [registry.find(name, registry.BUILT_IN) for name in ("torch", "torch-recurrent")]
+    report = prove_engine(EngineConfig(**settings), book=book, candidates=candidates, checks=SOME)
+    assert report.is_proven, [str(gap) for duty in report.duties for gap in duty.gaps]
+    served = {duty.duty.group.spec.kind: duty.duty.candidate.name for duty in report.duties}
+    assert served == {SpecKind.SOFTMAX: "torch", SpecKind.RECURRENT: "torch-recurrent"}
+    [recurrent] = [duty for duty in report.duties if duty.duty.group.is_recurrent]
+    assert {"state-write", "delta-rule"} <= {result.check for result in recurrent.results}
+    assert all(work.num_cases for work in recurrent.works)
+    with pytest.raises(NoBackendError, match="not proven: rows 1 to 3"):
+        LLM(**settings | {"max_num_seqs": 3, "require_proof": True})
 
 
 def test_backends_that_share_an_engine_are_proven_for_what_they_serve(
@@ -347,3 +366,13 @@ def test_uncovered_tells_each_gap_once() -> None:
     demand = Demand({Dimension.ROWS: Span(1, 2)}, {})
     assert len(uncovered(Coverage.of(()), [demand, demand])) == 1
     assert uncovered(None, [demand]) == uncovered(Coverage.of(()), [demand])
+
+
+@pytest.mark.prove
+def test_the_groups_of_a_hybrid_are_proven(tmp_path: Path) -> None:
+    """One of them keeps states, and has no pool that could be larger."""
+    with_weights(QWEN_HYBRID["qwen3_5"](_common()).eval()).save_pretrained(tmp_path / "model")
+    report = prove(ProofBook(tmp_path / "proofs"), tmp_path / "model")
+    kinds = [duty.duty.group.spec.kind for duty in report.duties]
+    assert kinds == [SpecKind.RECURRENT, SpecKind.SOFTMAX]
+    assert report.is_proven

@@ -19,6 +19,7 @@ from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
+from support.case_marks import proofs
 from support.tiny_models import make_model
 
 
@@ -133,7 +134,7 @@ def test_engines_are_checked_on_text_where_there_is_a_tokenizer() -> None:
     assert prompts[0] == prompts[3][:12]
 
 
-@pytest.mark.parametrize("command", ["latency", "throughput"])
+@pytest.mark.parametrize("command", [*proofs("latency"), "throughput"])
 def test_the_command_measures_every_engine_on_the_same_work(command: str, tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     sizes = {
@@ -199,7 +200,8 @@ def test_a_config_alone_is_measured_with_random_weights(tmp_path: Path) -> None:
         ),
         (
             "--dummy-weights --model-config llama-9b",
-            "expected --model-config deepseek-v2-lite, gpt-oss-20b, llama-8b, qwen3-0.6b or a config.json, got",
+            "expected --model-config deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, gpt-oss-20b, "
+            "llama-8b, qwen3-0.6b, qwen3-next-12-layers, qwen3-next-small or a config.json",
         ),
     ],
 )

@@ -24,6 +24,7 @@ from sightline.bench.engine.work import load_subject
 from sightline.cli import app
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.engine.engine import Engine
+from support.hybrids import make_hybrid
 from support.tiny_models import VOCAB, make_model
 
 CHAT = Chat(users=2, turns=3, system_len=6, question_len=3, answer_len=4)
@@ -79,6 +80,21 @@ def test_the_chat_reuses_exactly_what_a_count_by_hand_says(folder: Path) -> None
     assert report.agreement == Agreement(equal_first=6, num_prompts=6, equal_tokens=24, num_tokens=24)
     assert told == [1, 2, 3]
     assert all(0 < turn.with_cache.median_seconds <= turn.with_cache.largest_seconds for turn in report.turns)
+
+
+def test_a_hybrid_reuses_what_any_other_model_does(tmp_path: Path) -> None:
+    make_hybrid("qwen3_next").save_pretrained(tmp_path)
+    chat = Chat(users=3, turns=4, system_len=32, question_len=6, answer_len=5)
+    report = measure_multiturn(settings(tmp_path, cache_tokens=512), chat, lambda turn: None)
+    assert [turn.share for turn in report.turns] == [None, 1.0, 1.0, 1.0]
+    assert report.all_turns.reused_tokens >= 0.6 * report.all_turns.prompt_tokens
+
+
+def test_random_weights_can_be_asked_for(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "multiturn", "--model-config", "qwen3-next-small", *LENGTHS])
+    assert "expected --model-config with --dummy-weights" in result.output
+    result = run(folder, "--dummy-weights", "--model-config", "qwen3-next-small", *LENGTHS)
+    assert "expected --model or --dummy-weights, got both" in result.output
 
 
 def test_the_system_prompt_is_found_where_steps_are_short_too(folder: Path) -> None:
@@ -173,8 +189,8 @@ def test_the_command_prints_a_table_or_one_json_object(folder: Path, tmp_path: P
     result = run(folder, *LENGTHS, "--cache-tokens", "256", "--save-result", str(saved))
     assert result.exit_code == 0, result.output
     table = " ".join(result.stdout.split())
-    assert "| 2 | 32 | 24 | 24 | 100.0% |" in table
-    assert "| all | 96 | 56 | 56 | 100.0% |" in table
+    assert "| 2 | 32 | 24 | 24 | 0 | 100.0% |" in table
+    assert "| all | 96 | 56 | 56 | 0 | 100.0% |" in table
     assert "Reused 100.0% of the reusable tokens (aim: 95%); first tokens of turn 3 come" in result.stdout
     report = json.loads(saved.read_text())
     printed = json.loads(run(folder, *LENGTHS, "--cache-tokens", "256", "--json").stdout)
@@ -209,3 +225,13 @@ def test_a_chat_of_one_turn_is_refused(folder: Path) -> None:
     result = run(folder, "--turns", "1")
     assert result.exit_code == 2
     assert "expected at least 2 turns, got 1" in result.output
+
+
+def test_a_cache_for_one_user_reuses_everything_with_a_host_tier(folder: Path) -> None:
+    asked = settings(folder, cache_tokens=32, max_model_len=32, max_num_seqs=2, host_cache_gib=1 / 1024)
+    report = measure_multiturn(asked, CHAT, lambda turn: None)
+    last = report.turns[-1]
+    assert (last.reusable_tokens, last.reused_tokens, last.share) == (32, 32, 1.0)
+    assert last.host_tokens > 0
+    assert last.reused_without < 32
+    assert "reused without the host tier" in " ".join(report.lines())

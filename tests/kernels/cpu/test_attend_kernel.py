@@ -21,6 +21,7 @@ from sightline.kernels.cpu.attend_tiles import AttendForm, pieces
 from sightline.kernels.cpu.compiler import assembly, machine_code, module_text
 from sightline.kernels.cpu.processor import Instructions, Processor
 from sightline.kernels.cpu.record import Record
+from support.case_marks import proofs
 from support.cpu_attention import LONG, Heads, attended
 
 CLOSE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -82,7 +83,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("processor", OTHERS.values(), ids=OTHERS.keys())
-@pytest.mark.parametrize("cache", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("cache", [torch.float32, *proofs(torch.float8_e4m3fn)], ids=str)
 def test_code_for_other_processors_is_emitted(cache: torch.dtype, processor: Processor) -> None:
     form = AttendForm(torch.float32, cache, torch.float32, 5, 22, 22)
     listing = assembly(module_text(lambda module: write_attend(module, form, processor), processor), processor)

@@ -24,6 +24,7 @@ from sightline.layers.cpu_compute import CpuCompute
 from sightline.layers.cpu_embedding import CodedEmbedding
 from sightline.layers.cpu_linear import CodedLinear
 from sightline.layers.torch_operations import TorchOperations
+from support.case_marks import proofs
 from support.coded_weights import FORMS, defined_product, random_coded
 from support.spelled_units import spelled_out
 
@@ -46,7 +47,7 @@ def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
 @pytest.mark.parametrize(
     "instructions",
-    [Instructions.AVX_VNNI, Instructions.AVX512_VNNI, Instructions.NEON_MATRIX],
+    [Instructions.AVX_VNNI, *proofs(Instructions.AVX512_VNNI), Instructions.NEON_MATRIX],
     ids=lambda each: each.value,
 )
 @some_forms

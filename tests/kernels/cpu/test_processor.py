@@ -17,6 +17,7 @@ from sightline.kernels.cpu.lookup_kernel import write_lookup
 from sightline.kernels.cpu.panels import PanelLayout
 from sightline.kernels.cpu.processor import ROWS, Instructions, Processor, best_instructions, linux_features
 from sightline.kernels.cpu.vector_unit import UNITS
+from support.case_marks import proofs
 from support.coded_weights import FORMS
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -50,7 +51,7 @@ def test_products_use_the_instruction_that_sums_them(target: str, name: str) -> 
 
 
 @pytest.mark.parametrize("processor", TARGETS.values(), ids=TARGETS.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *proofs(torch.bfloat16)])
 def test_every_kernel_compiles_for_every_processor_and_calls_nothing(processor: Processor, dtype: torch.dtype) -> None:
     """A call of a function that is not in the module would fail when the code is loaded."""
     writers = (

@@ -17,6 +17,7 @@ from sightline.models.loading.gguf.quantization import dequantise
 from sightline.models.loading.gguf.types import STORAGE_BY_CODE
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.weights import WeightReader
+from support.case_marks import proofs
 from support.gguf_files import random_blocks, tiny_llama, write_llama
 
 MEASURE = """
@@ -68,7 +69,7 @@ def test_weights_in_the_compute_dtype_share_the_pages_of_their_file(tmp_path: Pa
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of the process's memory")
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [*proofs(torch.float32), torch.bfloat16])
 def test_loading_peaks_near_the_weights_and_one_tensor(tmp_path: Path, stored: torch.dtype) -> None:
     config = LlamaConfig(
         vocab_size=4096,

@@ -15,6 +15,7 @@ from sightline.core.request import EffectiveParams
 from sightline.runner.sampling.draw import Choice, draw, truncated_probabilities
 from sightline.runner.sampling.noise import noise, noise_keys
 from sightline.runner.sampling.nucleus import outside_top_p
+from support.case_marks import proofs
 from support.distributions import SMALLEST_P_VALUE, p_value
 from support.sampling import words_of
 
@@ -71,7 +72,7 @@ def race(logits: torch.Tensor, choice: Choice) -> int:
     return int(kept[times.argmin()])
 
 
-@pytest.mark.parametrize("scale", [PEAKED, FLAT])
+@pytest.mark.parametrize("scale", [PEAKED, *proofs(FLAT)])
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_the_winner_is_the_one_of_a_race_of_every_token(changes: dict[str, float], scale: float) -> None:
     made = choices(with_changes(changes), 60)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from sightline.attention.planner import PlannedBatch, Planner, StepPlan
-from sightline.cache.pools import Bundle, CacheStore, Pool
+from sightline.cache.pools import Bundle, Pool
 from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
+from sightline.cache.store import CacheStore
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.deadlines import Deadlines

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, UnsupportedModelError
@@ -31,6 +31,7 @@ from support.tiny_models import (
     relative_error,
     stepped_logits,
 )
+from support.tiny_sparse import clear_prompts, make_sparse
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -70,14 +71,16 @@ def test_decoding_is_codes_times_the_factor_of_their_block(shape: tuple[int, int
 
 
 def is_packed(name: str) -> bool:
-    """As in the published checkpoints: every projection of a layer; no norm, no router, nothing of the vocabulary."""
-    return re.search(r"_proj(_with_mqa)?\.weight$", name) is not None
+    """As in the published checkpoints: every projection of a layer; no norm, no router, nothing of the vocabulary, and
+    of an indexer not the weights of its heads."""
+    return re.search(r"(_proj(_with_mqa)?|indexer\.w(k|q_b))(?<!weights_proj)\.weight$", name) is not None
 
 
-def packed_folder(folder: Path) -> PreTrainedModel:
-    """Saves a tiny DeepSeek V3 with packed projections; returns the model that they stand for."""
+def packed_folder(folder: Path, given: PreTrainedModel | None = None) -> PreTrainedModel:
+    """Saves a model, or a tiny DeepSeek V3, with packed projections; returns the model that they stand for."""
     plain = folder / "plain"
-    make_model("deepseek_v3").save_pretrained(plain)
+    made = given or make_model("deepseek_v3")
+    made.save_pretrained(plain)
     stored = load_file(plain / "model.safetensors")
     exact, packed = dict(stored), dict(stored)
     for name in filter(is_packed, stored):
@@ -86,7 +89,7 @@ def packed_folder(folder: Path) -> PreTrainedModel:
     save_file(packed, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text((plain / "config.json").read_text())
     set_quantization(folder, QUANTIZATION)
-    model = DeepseekV3ForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    model = type(made).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -119,6 +122,17 @@ def test_packed_projections_run_as_the_model_that_they_stand_for(tmp_path: Path)
     assert relative_error(got, expected) <= 1e-4
     unquantised = reference_logits(make_model("deepseek_v3"), sequence)[29:]
     assert relative_error(unquantised, expected) > 1e-2, "rounding to fp8 is seen"
+
+
+def test_packed_projections_of_an_indexer_run_as_the_model_that_they_stand_for(tmp_path: Path) -> None:
+    model = packed_folder(tmp_path, make_sparse("deepseek_v32"))
+    stored = load_file(tmp_path / "model.safetensors")
+    of_indexer = [name for name in stored if "layers.1.self_attn.indexer." in name and name.endswith("_scale_inv")]
+    assert len(of_indexer) == 2
+    [sequence] = clear_prompts(model, [40])
+    runtime = load_runtime(tmp_path, EngineConfig(cache_tokens=256, page_size=8), strict=False)
+    [got] = stepped_logits(runtime, [sequence], [30], chunk=16)
+    assert relative_error(got, reference_logits(model, sequence)[29:]) <= 1e-4
 
 
 def test_weights_that_were_to_stay_quantised_are_all_named(tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""Chosen entries become hot: the slots that are named hold them, and what was chosen longest ago makes room."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sightline.kernels import hot_entries
+from sightline.kernels.hot_entries import FetchEntries, HotBuffer, TurnRows, drop_entries
+
+LAYERS, ROWS, PAGE, PAGES = 2, 5, 4, 12
+LENGTH, NUM_SLOTS = PAGE * PAGES, PAGE * PAGES * ROWS
+STEP = 64
+
+
+def kernels() -> list[object]:
+    found: list[object] = [pytest.param(hot_entries.fetch_entries, id="torch")]
+    try:
+        from sightline.kernels.triton import hot_entries as with_triton
+    except ImportError:
+        return found
+    return [*found, pytest.param(with_triton.fetch_entries, id="triton")]
+
+
+def make_buffer(size: int, top_k: int, draw: random.Random) -> HotBuffer:
+    """Entries that say which layer and slot they are of; the plane on the device and the map of places are garbage."""
+    host = torch.arange(LAYERS * NUM_SLOTS, dtype=torch.int64).view(LAYERS, NUM_SLOTS, 1).repeat(1, 1, 3)
+    pages = list(range(ROWS * PAGES))
+    draw.shuffle(pages)
+    return HotBuffer(
+        plane=torch.full((LAYERS * ROWS * size + STEP, 3), -9, dtype=torch.int64),
+        host=host,
+        pages=torch.tensor(pages).view(ROWS, PAGES),
+        page_size=PAGE,
+        held=torch.full((LAYERS, ROWS, size), -1, dtype=torch.int32),
+        order=torch.arange(size, dtype=torch.int32).repeat(LAYERS, ROWS, 1),
+        places=torch.randint(-(2**31), 2**31 - 1, (ROWS, LENGTH + 1), dtype=torch.int32),
+        counts=torch.zeros(2, dtype=torch.int64),
+        work=torch.full((2, 8, size), -7, dtype=torch.int32),
+        sources=torch.zeros(64, top_k, dtype=torch.int64),
+    )
+
+
+def choice(draw: random.Random, context: int, new: int, top_k: int) -> list[int]:
+    """Some places before `context + new`, increasing, with a preference for some, and -1 behind the last."""
+    seen = range(context + new)
+    liked = [place for place in seen if place % 3 or draw.random() < 0.3]
+    places = sorted(draw.sample(liked or list(seen), min(top_k, len(liked or seen))))
+    return places + [-1] * (top_k - len(places))
+
+
+def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, steps: int = 25) -> str | None:
+    """Fetches random choices of random rows in random layers; returns what is wrong, None if nothing is."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    buffer, base = make_buffer(size, top_k, draw), LAYERS * ROWS * size
+    used: dict[tuple[int, int], dict[int, int]] = {}
+    asked = copied = 0
+    for step in range(steps):
+        layer, rows = draw.randrange(LAYERS), [*draw.sample(range(1, ROWS), draw.randrange(1, ROWS)), 0]
+        contexts = [draw.randrange(1, LENGTH - tokens) for _ in rows]
+        for row, context in zip(rows, contexts, strict=True):
+            buffer.held[:, row][buffer.held[:, row] >= context] = -1
+            for each in range(LAYERS):
+                known = used.setdefault((each, row), {})
+                used[each, row] = {place: at for place, at in known.items() if place < context}
+        chosen = [[choice(draw, context, 1 + token, top_k) for token in range(tokens)] for context in contexts]
+        firsts = [base + 3 * number for number in range(len(rows))]
+        slots = torch.full((len(rows) * tokens, top_k), -5)
+        turn = TurnRows(*(torch.tensor(each) for each in (rows, contexts, firsts)))
+        copy(buffer, layer, turn, torch.tensor(chosen, dtype=torch.int32), slots)
+        if int(slots.min()) < 0 or int(slots.max()) >= buffer.plane.shape[0]:
+            return "a slot that does not exist"
+        for number, (row, context) in enumerate(zip(rows, contexts, strict=True)):
+            if row == 0:
+                continue
+            before, wanted = used[layer, row], {place for token in chosen[number] for place in token if place >= 0}
+            old = {place for place in wanted if place < context}
+            asked += sum(0 <= place < context for token in chosen[number] for place in token)
+            copied += len(old - before.keys())
+            for token in range(tokens):
+                found, its = slots[number * tokens + token].tolist(), chosen[number][token]
+                for place, slot in zip([its[0] if each < 0 else each for each in its], found, strict=True):
+                    if place >= context:
+                        if slot != firsts[number] + place - context:
+                            return "a new entry is looked for elsewhere"
+                        continue
+                    page = int(buffer.pages[row, place // PAGE])
+                    right = layer * NUM_SLOTS + page * PAGE + place % PAGE
+                    if buffer.plane[slot].tolist() != [right] * 3:
+                        return "a slot has another entry than the chosen one"
+            held = [place for place in buffer.held[layer, row].tolist() if place >= 0]
+            if len(set(held)) != len(held) or not old <= set(held) or not set(held) <= before.keys() | old:
+                return "the buffer holds something else than it says"
+            if sorted(buffer.order[layer, row].tolist()) != list(range(size)):
+                return "the order names a slot twice"
+            left, stayed = before.keys() - set(held), before.keys() & (set(held) - old)
+            if left and len(held) < size:
+                return "an entry was forgotten while there was room"
+            if left and stayed and max(before[place] for place in left) > min(before[place] for place in stayed):
+                return "an entry was forgotten that was chosen later than one that stayed"
+            used[layer, row] = {place: before[place] for place in stayed} | dict.fromkeys(old, step)
+    return None if buffer.counts.tolist() == [asked, copied] else "hits or misses are counted wrongly"
+
+
+@pytest.mark.parametrize("copy", kernels())
+@pytest.mark.parametrize(("size", "top_k", "tokens"), [(6, 6, 1), (12, 6, 2), (13, 4, 3), (40, 6, 1)])
+def test_chosen_entries_are_where_their_slots_say(copy: FetchEntries, size: int, top_k: int, tokens: int) -> None:
+    # The interpreter is slow.
+    assert play(copy, size, top_k, tokens, seed=size, steps=25 if copy is hot_entries.fetch_entries else 3) is None
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("copy", kernels())
+@pytest.mark.parametrize("seed", range(8))
+def test_random_choices_are_found(copy: FetchEntries, seed: int) -> None:
+    draw = random.Random(seed)
+    top_k, tokens = draw.randrange(1, 9), draw.randrange(1, 4)
+    assert play(copy, top_k * tokens + draw.randrange(9), top_k, tokens, seed) is None
+
+
+def mutants() -> dict[str, tuple[Callable[[], FetchEntries], str]]:
+    """Named faults of the copying, and what they lead to."""
+    real, give = hot_entries.fetch_entries, hot_entries._give
+
+    def evicting() -> FetchEntries:
+        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                unprotected = lambda empty, kept, *others: give(empty, torch.zeros_like(kept), *others)  # noqa: E731
+                patch.setattr(hot_entries, "_give", unprotected)
+                real(buffer, layer, turn, chosen, slots)
+
+        return copy
+
+    def late() -> FetchEntries:
+        waiting: list[tuple[Tensor, Tensor]] = []
+
+        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
+            before = buffer.plane.clone()
+            real(buffer, layer, turn, chosen, slots)
+            changed = (buffer.plane != before).any(1).nonzero().squeeze(1)
+            arrived = buffer.plane[changed].clone()
+            buffer.plane.copy_(before)
+            for places, entries in waiting:
+                buffer.plane[places] = entries
+            waiting[:] = [(changed, arrived)]
+
+        return copy
+
+    def of_another_row() -> FetchEntries:
+        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
+            mapped = TurnRows(turn.rows.clone(), turn.contexts, turn.firsts)
+            mapped.rows[:-1] = mapped.rows[:-1].roll(1)
+            real(buffer, layer, mapped, chosen, slots)
+
+        return copy
+
+    def by_another_layers_age() -> FetchEntries:
+        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
+            swapped = HotBuffer(**{**vars(buffer), "order": buffer.order.flip(0)})
+            real(swapped, layer, turn, chosen, slots)
+
+        return copy
+
+    return {
+        "hot buffer evicts a chosen token": (evicting, "another entry than the chosen one"),
+        "miss copied after the read": (late, "another entry than the chosen one"),
+        "map of another row": (of_another_row, "another entry than the chosen one"),
+        "LRU age of another layer": (by_another_layers_age, "chosen later than one that stayed"),
+    }
+
+
+@pytest.mark.parametrize("name", list(mutants()))
+def test_a_fault_is_found(name: str) -> None:
+    make, expected = mutants()[name]
+    found = [play(make(), 8, 6, 1, seed) for seed in range(4)]
+    assert any(each is not None and expected in each for each in found), found
+
+
+def test_entries_of_another_owner_and_behind_the_context_are_forgotten() -> None:
+    held = torch.tensor([[[0, 1], [3, 9], [4, -1]], [[0, 1], [9, 3], [5, 7]]], dtype=torch.int32)
+    owners = torch.tensor([0, 5, 8])
+    drop_entries(held, owners, torch.tensor([2, 1]), torch.tensor([9, 5]), torch.tensor([20, 9]))
+    assert held.tolist() == [[[0, 1], [3, -1], [-1, -1]], [[0, 1], [-1, 3], [-1, -1]]]
+    assert owners.tolist() == [0, 5, 9]
