@@ -24,10 +24,13 @@ import torch
 from sightline.attention.backends.triton.backend import TritonBackend
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.contract import BackendContext, StepLimits
+from sightline.attention.groups import group_layers
 from sightline.attention.planner import Planner
-from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import CacheLimits
+from sightline.cache.store import CacheStore
 from sightline.core.batch import CAUSAL, StepWork
 from sightline.core.request import Request, RowNeeds
 from sightline.engine.launch import rows_work
@@ -58,7 +61,17 @@ class DecodeSteps:
                 group,
                 cache,
                 TritonBackend(
-                    BackendContext(group.name, spec, cache, workspace, steps, torch.float32, CPU, inline_launcher())
+                    BackendContext(
+                        group.name,
+                        spec,
+                        cache,
+                        workspace,
+                        steps,
+                        torch.float32,
+                        CPU,
+                        inline_launcher(),
+                        ResidentEntries(cache),
+                    )
                 ),
                 TritonBackend.capabilities[0],
             )

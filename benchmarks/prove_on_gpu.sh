@@ -1,35 +1,99 @@
 #!/usr/bin/env bash
-# Repeats what docs/benchmarks.md reports about a GPU: the benchmark with all installed peers, the tests of the kernels,
-# memcheck, the conformance kit and its mutants.
-#   benchmarks/prove_on_gpu.sh FOLDER [JOBS]
-# The benchmark runs first and alone, because it is timed; then everything else, in JOBS processes. Libraries that are not
-# installed are skipped. Each part writes its output to FOLDER, even if it is interrupted.
+# Repeats what docs/benchmarks.md reports about a GPU, and proves its kernels there.
+#   benchmarks/prove_on_gpu.sh FOLDER [JOBS] [--only GROUP,GROUP]
+# The groups, all of them without --only:
+#   attention  the benchmark with all installed peers, the tests of the kernels, memcheck, the conformance kit and its
+#              mutants, a real model
+#   hybrids    recurrent layers beside other libraries, decode steps of a hybrid, the kit, models; 10 minutes at most
+#   sparse     indexers, chosen entries, entries in host memory, the kit, models, the host tier; 10 minutes at most
+# What is timed runs first and alone; then the tests, in JOBS processes. Libraries that are not installed are skipped.
+# Each part has a time limit and writes its output to FOLDER, which is kept if the part is cut short.
 set -uo pipefail
-folder=${1:?usage: prove_on_gpu.sh FOLDER [JOBS]}; cores=$(nproc); jobs=${2:-$((cores < 16 ? cores : 16))}
-mkdir -p "$folder"; export PYTHONWARNINGS=ignore; red=0
-part() { # NAME COMMAND...: runs the command, prints how it ended and how long it took
-  local name=$1 began=$SECONDS; shift
-  "$@" > "$folder/$name.txt" 2> "$folder/$name.err"; local code=$?
-  ((code == 0)) || red=1
-  echo "$name: $( ((code == 0)) && echo passed || echo "FAILED ($code)") in $((SECONDS - began)) s: $folder/$name.txt"
+usage="usage: prove_on_gpu.sh FOLDER [JOBS] [--only attention,hybrids,sparse]"
+fail() { echo "$1; $usage" >&2; exit 2; }
+given=() only=attention,hybrids,sparse
+while (($#)); do
+  case $1 in
+    --only) only=${2:?$usage}; shift 2 ;;
+    -*) fail "unknown option $1" ;;
+    *) given+=("$1"); shift ;;
+  esac
+done
+((${#given[@]} == 1 || ${#given[@]} == 2)) || fail "expected a folder"
+folder=${given[0]}; cores=$(nproc); jobs=${given[1]:-$((cores < 16 ? cores : 16))}
+half=$(((jobs + 1) / 2)); here=$(cd "$(dirname "$0")" && pwd)
+IFS=, read -ra groups <<< "$only"
+for group in "${groups[@]}"; do
+  [[ $group =~ ^(attention|hybrids|sparse)$ ]] || fail "expected names of groups, got '$group'"
+done
+mkdir -p "$folder"; : > "$folder/failed"
+export PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
+
+part() { # NAME SECONDS COMMAND...: runs the command, prints how it ended and how long it took
+  local name=$1 limit=$2 began=$SECONDS signal=TERM; shift 2
+  # Interrupted, pytest still tells what has failed so far.
+  [[ $* == *pytest* ]] && signal=INT
+  timeout --signal $signal --kill-after 15 "$limit" "$@" > "$folder/$name.txt" 2> "$folder/$name.err"; local code=$? how=passed
+  ((code == 0)) || { echo "$name" >> "$folder/failed"; how="FAILED ($code)"; }
+  ((code == 124 || code == 137)) && how="CUT SHORT after $limit s"
+  echo "$name: $how in $((SECONDS - began)) s: $folder/$name.txt"
+}
+tests() { # NAME SECONDS PROCESSES ARGUMENTS...
+  part "$1" "$2" python3 -m pytest -v --tb=short -n "$3" "${@:4}"
+}
+kit() { # NAME SECONDS PROCESSES ARGUMENTS...
+  part "$1" "$2" python3 -m sightline conformance --device cuda --jobs "$3" "${@:4}"
 }
 is_there() { python3 -c "import $1" 2> /dev/null; }
-for shapes in decode prefill; do
-  part "bench-$shapes" python3 -m sightline bench attention --device cuda --peers --shapes $shapes --json "$folder/$shapes.json"
-done
+
+time_attention() {
+  for shapes in decode prefill; do
+    part "bench-$shapes" 1500 python3 -m sightline bench attention --device cuda --peers --shapes $shapes --json "$folder/$shapes.json"
+  done
+}
+time_hybrids() {
+  for rows in 1 64; do
+    part "latency-$rows" $((rows == 1 ? 120 : 70)) python3 -m sightline bench latency --dummy-weights --model-config qwen3-next-12-layers \
+      --attention-backend triton --profile --batch-size $rows --input-len 512 --contexts 512 --num-iters 2 \
+      --cache-tokens 65536 --max-model-len 2048 --max-num-seqs 64 --max-num-batched-tokens 2048
+  done
+  part linear 210 python3 "$here/linear_attention.py" --budget 60
+}
+time_sparse() {
+  part sparse 150 python3 "$here/sparse_attention.py" --budget 60
+  part hisparse 150 python3 "$here/hisparse.py"
+}
+test_attention() {
+  tests kernels 900 "$jobs" tests/kernels
+  if command -v compute-sanitizer > /dev/null; then
+    part memcheck 900 compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q --timeout 0 \
+      tests/kernels/test_triton_decode.py tests/kernels/test_triton_latent_decode.py \
+      tests/kernels/test_triton_project.py tests/kernels/test_triton_merge.py
+  fi
+  declare -A needs=([triton]=triton [flashinfer]=flashinfer [torch]=torch [reference]=torch [flash_attention]=flash_attn.cute)
+  for library in triton flashinfer torch reference flash_attention; do
+    is_there "${needs[$library]}" || { echo "kit-$library: not installed"; continue; }
+    kit "kit-$library" 1800 "$jobs" --backend $library --backend $library-latent
+  done
+  tests mutants 1200 "$jobs" -m gpu tests/conformance/test_mutants.py
+  tests models 900 0 -m gpu -k "not whole_kit" tests/test_cuda.py # the kit has run above
+}
+test_hybrids() { # side by side, because compiling takes most of the time
+  kit kit-hybrids 180 "$half" --backend triton-recurrent --backend triton-convolution &
+  tests models-hybrids 180 "$half" -m gpu --timeout 120 tests/test_cuda_hybrids.py tests/test_hybrid_prefills_gpu.py &
+  wait
+}
+test_sparse() {
+  local checks=() check
+  for check in sparse unchosen-entries chosen-pages choices-in-turn captured-decode; do checks+=(--check $check); done
+  kit kit-index 270 "$half" --backend triton-index &
+  tests models-sparse 270 "$half" --timeout 120 tests/test_cuda_sparse.py tests/test_host_tier_gpu.py \
+    tests/kernels/test_triton_choose.py tests/kernels/test_hot_entries_kernels.py &
+  kit kit-sparse 270 "$half" --backend triton-latent "${checks[@]}" &
+  wait
+}
+
+for group in "${groups[@]}"; do "time_$group"; done
 export OMP_NUM_THREADS=1
-part kernels python3 -m pytest -q -n "$jobs" -m "not slow" tests/kernels
-if command -v compute-sanitizer > /dev/null; then
-  part memcheck compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q --timeout 0 \
-    tests/kernels/test_triton_decode.py tests/kernels/test_triton_latent_decode.py \
-    tests/kernels/test_triton_project.py tests/kernels/test_triton_merge.py
-fi
-declare -A needs=([triton]=triton [flashinfer]=flashinfer [torch]=torch [reference]=torch [flash_attention]=flash_attn.cute)
-for library in triton flashinfer torch reference flash_attention; do
-  is_there "${needs[$library]}" || { echo "kit-$library: not installed"; continue; }
-  part "kit-$library" python3 -m sightline conformance --device cuda --jobs "$jobs" \
-    --backend $library --backend $library-latent
-done
-part mutants python3 -m pytest -v -n "$jobs" -m gpu tests/conformance/test_mutants.py
-part models python3 -m pytest -v -m gpu -k "not whole_kit" tests/test_cuda.py # the kit has run above
-exit $red
+for group in "${groups[@]}"; do "test_$group"; done
+[[ ! -s $folder/failed ]]
