@@ -61,6 +61,7 @@ from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch, RowWork
 from sightline.core.device import Device, detect_device
 from sightline.kernels.cpu.program import inline_launcher
+from sightline.kernels.latent_attention import absorb_queries, project_values
 from sightline.runner.batching import assemble
 
 FP8 = torch.float8_e4m3fn
@@ -320,9 +321,28 @@ def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path 
     found: list[tuple[str, Callable[[], Contender]]] = [
         (f"{name}, whole layer", partial(make, place)) for name, place in ATTENDERS.items()
     ]
+    found.append(("what surrounds a kernel: to subtract", partial(surrounding_contender, attention, spec)))
     if flashmla is not None:
         found.append(("FlashMLA sparse, kernel alone", partial(flashmla_contender, attention, spec, flashmla)))
     return found
+
+
+def surrounding_contender(attention: Attention, spec: LatentSpec) -> Contender:
+    """A layer without its attention kernel: the new entries, the queries into the latent space and the values out."""
+    step, inputs = attention.step, attention.inputs
+    write = resolve_name("sightline.kernels.triton.write:write_latents")
+    slots = torch.stack([step.slots(row)[-1] for row in range(step.rows)])
+    queries = torch.empty(step.rows, spec.num_q_heads, spec.head_dim, dtype=step.sizes.dtype, device=step.device)
+    latents = torch.stack([attention.found(spec, row) for row in range(step.rows)]).to(step.sizes.dtype)
+    out = torch.empty(step.rows, spec.num_q_heads, spec.value_dim, dtype=step.sizes.dtype, device=step.device)
+
+    def run(layer: int) -> Tensor:
+        write(inputs.latent, inputs.k_rope, step.pool.plane("entry")[layer], slots)
+        absorb_queries(inputs.q_nope, inputs.q_rope, inputs.key_up, queries)
+        project_values(latents, inputs.value_up, out)
+        return out
+
+    return Contender(run, lambda found: attention.check(spec, found, projects=True))
 
 
 def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) -> Contender:

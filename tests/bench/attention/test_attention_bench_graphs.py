@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -50,7 +52,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], obje
             return out
 
         graph: Any = ReplayedLayers(layers, faults["fault"])
-        return Captured(graph, layers(), num_layers)
+        return Captured(graph, layers(), num_layers, layer)
 
     monkeypatch.setattr(attention_bench, "capture", capture)
     monkeypatch.setattr(attention_bench, "clock_of", lambda device: Clock())
@@ -79,6 +81,16 @@ def test_what_a_graph_may_hold_is_timed_in_one() -> None:
         assert {mode for part, mode in contender.times or {} if part is Part.LAYER} == set(Mode)
 
 
+def test_a_captured_task_keeps_the_memory_that_its_graph_reads() -> None:
+    """A graph holds addresses only: once, benchmarks replayed graphs over memory that had been freed."""
+    given = torch.ones(3)
+    kept, graph = weakref.ref(given), cast("Any", ReplayedLayers(lambda: torch.zeros(1), lambda out: out))
+    task = Captured(graph, torch.zeros(1), 2, partial(torch.add, given)).task()
+    del given
+    assert kept() is not None
+    task.run(2)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_what_a_graph_may_not_hold_says_so() -> None:
     [contender] = captured_result(GraphLevel.NONE).contenders
@@ -98,7 +110,7 @@ def test_a_wrong_answer_in_a_graph_is_red(graphs: dict[str, Callable[[Tensor], o
 def test_a_capture_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyPatch, graphs: object) -> None:
     def refuse(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
         if layer.__qualname__.split(".")[-1] in ("alone", "no_layer"):
-            return Captured(cast("Any", ReplayedLayers(lambda: layer(0), lambda out: out)), layer(0), num_layers)
+            return Captured(cast("Any", ReplayedLayers(lambda: layer(0), lambda out: out)), layer(0), num_layers, layer)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(attention_bench, "capture", refuse)

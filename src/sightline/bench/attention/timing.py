@@ -132,6 +132,8 @@ class Captured:
     out: Tensor
     """The last layer's output."""
     num_layers: int
+    layer: Callable[[int], Tensor]
+    """What was captured. A graph holds addresses only: the memory that it reads lives as long as this does."""
 
     def task(self) -> TimedTask:
         def run(count: int) -> None:
@@ -174,7 +176,7 @@ def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -
         for index in range(num_layers):
             out = layer(index)
             between.launch()
-    return Captured(graph, out, num_layers)
+    return Captured(graph, out, num_layers, layer)
 
 
 def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> RoundTimes:
