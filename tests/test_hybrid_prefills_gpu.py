@@ -40,6 +40,8 @@ pytestmark = [
     # Warnings of what FlashAttention 4 imports.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
+    # A warning of fla-core while it is imported.
+    pytest.mark.filterwarnings("ignore:Flash Attention is not installed:ImportWarning"),
 ]
 HALF_TOLERANCE = 0.01
 """For bf16, of the direction of logits."""

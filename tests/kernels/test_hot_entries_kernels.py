@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from sightline.cache.memory import allocate
 from sightline.kernels import hot_entries
 from sightline.kernels.hot_entries import FetchEntries, HotBuffer, TurnRows, drop_entries
 
 LAYERS, ROWS, PAGE, PAGES = 2, 5, 4, 12
 LENGTH, NUM_SLOTS = PAGE * PAGES, PAGE * PAGES * ROWS
 STEP = 64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def kernels() -> list[object]:
@@ -31,18 +33,19 @@ def make_buffer(size: int, top_k: int, draw: random.Random) -> HotBuffer:
     host = torch.arange(LAYERS * NUM_SLOTS, dtype=torch.int64).view(LAYERS, NUM_SLOTS, 1).repeat(1, 1, 3)
     pages = list(range(ROWS * PAGES))
     draw.shuffle(pages)
-    return HotBuffer(
-        plane=torch.full((LAYERS * ROWS * size + STEP, 3), -9, dtype=torch.int64),
-        host=host,
-        pages=torch.tensor(pages).view(ROWS, PAGES),
-        page_size=PAGE,
-        held=torch.full((LAYERS, ROWS, size), -1, dtype=torch.int32),
-        order=torch.arange(size, dtype=torch.int32).repeat(LAYERS, ROWS, 1),
-        places=torch.randint(-(2**31), 2**31 - 1, (ROWS, LENGTH + 1), dtype=torch.int32),
-        counts=torch.zeros(2, dtype=torch.int64),
-        work=torch.full((2, 8, size), -7, dtype=torch.int32),
-        sources=torch.zeros(64, top_k, dtype=torch.int64),
-    )
+    with DEVICE:
+        return HotBuffer(
+            plane=torch.full((LAYERS * ROWS * size + STEP, 3), -9, dtype=torch.int64),
+            host=allocate(host.shape, host.dtype, DEVICE, on_host=True).copy_(host),
+            pages=torch.tensor(pages).view(ROWS, PAGES),
+            page_size=PAGE,
+            held=torch.full((LAYERS, ROWS, size), -1, dtype=torch.int32),
+            order=torch.arange(size, dtype=torch.int32).repeat(LAYERS, ROWS, 1),
+            places=torch.randint(-(2**31), 2**31 - 1, (ROWS, LENGTH + 1), dtype=torch.int32),
+            counts=torch.zeros(2, dtype=torch.int64),
+            work=torch.full((2, 8, size), -7, dtype=torch.int32),
+            sources=torch.zeros(64, top_k, dtype=torch.int64),
+        )
 
 
 def choice(draw: random.Random, context: int, new: int, top_k: int) -> list[int]:
@@ -70,9 +73,9 @@ def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, step
                 used[each, row] = {place: at for place, at in known.items() if place < context}
         chosen = [[choice(draw, context, 1 + token, top_k) for token in range(tokens)] for context in contexts]
         firsts = [base + 3 * number for number in range(len(rows))]
-        slots = torch.full((len(rows) * tokens, top_k), -5)
-        turn = TurnRows(*(torch.tensor(each) for each in (rows, contexts, firsts)))
-        copy(buffer, layer, turn, torch.tensor(chosen, dtype=torch.int32), slots)
+        slots = torch.full((len(rows) * tokens, top_k), -5, device=DEVICE)
+        turn = TurnRows(*(torch.tensor(each, device=DEVICE) for each in (rows, contexts, firsts)))
+        copy(buffer, layer, turn, torch.tensor(chosen, dtype=torch.int32, device=DEVICE), slots)
         if int(slots.min()) < 0 or int(slots.max()) >= buffer.plane.shape[0]:
             return "a slot that does not exist"
         for number, (row, context) in enumerate(zip(rows, contexts, strict=True)):

@@ -15,7 +15,7 @@ class _PinnedBytes:
     """Page-locked host memory, described as memory of a GPU: the driver gives it one address for both."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",
