@@ -255,8 +255,8 @@ def compile_recurrence(key_heads: int, value_dim: int, *, delta: bool, channels:
     split_mixed(mixed, given, slots, tokens, split, unit=delta, overlaps=True)
     table, rows, squares = meta(TOKENS, 2, dtype=INT64), meta(TOKENS, 3, dtype=INT64), meta(TOKENS, 32, CHUNK, CHUNK)
     wide, left = meta(TOKENS, 32, 128), meta(TOKENS, 32, 128, dtype=FP32)
-    faded = Faded(wide, wide, wide, left, squares.float()) if channels else None
-    chunks = CutRows(table, rows, rows, squares, squares, faded)
+    faded = Faded(wide, wide, wide, left, left) if channels else None
+    chunks = CutRows(table, rows, rows, squares, squares, squares.float(), left, faded)
     recur_chunks(rule, ChunkedLayer(split, decay, beta, factors, states), slots, chunks, out, shared_bytes=232_448)
     recur_chunks(rule, ChunkedLayer(split, decay, beta, factors, None), None, chunks, out, shared_bytes=232_448)
     if given is not None:

@@ -1,15 +1,15 @@
-"""A recurrent layer chunk by chunk, for rows of many tokens: two launches, or three with decays per channel.
+"""A recurrent layer chunk by chunk, for rows of many tokens: three launches, or four with decays per channel.
 
     chunk of n tokens, g the sums of its decays up to each token, S the state before it
-    A[i, j] = beta[i] * k[i]·k[j] * exp(g[i] - g[j])   for j < i         `solve_chunks`, all chunks at once:
-    T       = (1 + A)^-1                                                 how the tokens of a chunk see each other
+    A[i, j] = beta[i] * k[i]·k[j] * exp(g[i] - g[j])   for j < i         `see_chunks` and `solve_chunks`, all chunks at
+    T       = (1 + A)^-1                                                 once: how tokens of a chunk see each other
     u       = T @ (beta * (v - exp(g) * k @ S))                          `scan_chunks`, chunk after chunk of a row:
     out     = exp(g) * q @ S + (q·k * exp(g[i] - g[j]), j <= i) @ u      what each token stores, and its output
     S       = exp(g[n]) * S + (exp(g[n] - g) * k)^T @ u
 
-Without the delta rule u is beta * v, and nothing is to be solved. With decays per channel, g is a vector per token, and
-`fade_chunks` multiplies queries and keys by its exponentials first. No exponent is ever positive: blocks of tokens are
-compared by way of the border between them. Queries and keys come convolved and of unit length.
+Without the delta rule u is beta * v, and nothing is to be solved: one launch. With decays per channel, g is a vector
+per token, and `fade_chunks` multiplies queries and keys by its exponentials first. No exponent is ever positive: tokens
+are compared by way of a border between them. Queries and keys come convolved and of unit length.
 Does not know specs, batches or plans.
 """
 
@@ -28,8 +28,8 @@ CHUNK = 64
 """The most tokens of a chunk."""
 _BLOCK = 16
 """Tokens of the blocks that a chunk is solved in."""
-_PART = 4
-"""Neighbours in a block that are compared one by one if decays are per channel."""
+LEAST_DECAY = tl.constexpr(-100.0)
+"""A decay that leaves nothing in fp32. Larger sums of decays would round those of weak ones."""
 _OPERAND_BYTES = 1 << 16
 """Shared memory that is left for the operands of products."""
 _FEW_PROGRAMS = 64
@@ -47,8 +47,8 @@ class Faded(NamedTuple):
     """[num_tokens, heads, key_dim]: keys as the state behind their chunk sees them."""
     left: Tensor
     """[num_chunks, heads, key_dim] fp32: what a chunk leaves of the state before it."""
-    seen: Tensor
-    """[num_chunks, heads, CHUNK, CHUNK] fp32: A, in its lower triangle."""
+    sums: Tensor
+    """[num_tokens, heads, key_dim] fp32: the sums of a chunk's decays up to each token."""
 
 
 class CutRows(NamedTuple):
@@ -65,6 +65,12 @@ class CutRows(NamedTuple):
     scores: Tensor
     """[num_chunks, heads, CHUNK, CHUNK] in the dtype of the keys: scratch for products of queries and keys, faded, in
     its lower triangle. Unused with neither the delta rule nor decays per channel."""
+    seen: Tensor
+    """[num_chunks, heads, CHUNK, CHUNK] fp32: scratch for A, in its lower triangle. Unused with neither the delta rule
+    nor decays per channel."""
+    sums: Tensor
+    """[num_chunks, heads, CHUNK] fp32: scratch for sums of decays up to each token, with the delta rule and one decay
+    per head."""
     faded: Faded | None
     """None with one decay per head."""
 
@@ -115,15 +121,23 @@ def recur_chunks(
     strides = (*layer.decay.stride()[:2], *layer.beta.stride())
     faded = Faded(q, k, k, k, k) if chunks.faded is None else chunks.faded
     if rule.channel_decay:
-        _fade_chunks[(num_chunks * (CHUNK // _BLOCK), rule.num_heads)](
-            q, k, layer.decay, layer.beta, chunks.table, *faded, chunks.scores, *strides,
-            **shape, CHUNK=CHUNK, BLOCK=_BLOCK, PART=_PART, PRECISION=precision, num_warps=2,
+        _sum_decays[(num_chunks, rule.num_heads)](
+            layer.decay, chunks.table, faded.sums, faded.left, *strides[:2],
+            NUM_HEADS=rule.num_heads, KEY_DIM=rule.key_dim, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+        _fade_chunks[(num_chunks, rule.num_heads)](
+            q, k, layer.beta, chunks.table, faded.q, faded.k, faded.kept, faded.sums, chunks.seen, chunks.scores,
+            *strides[2:], **shape, CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, PRECISION=precision, num_warps=8,
+        )  # fmt: skip
+    if rule.delta_rule and not rule.channel_decay:
+        _see_chunks[(num_chunks, rule.num_heads)](
+            q, k, layer.decay, layer.beta, chunks.table, chunks.sums, chunks.seen, chunks.scores, *strides,
+            **shape, CHUNK=CHUNK, PRECISION=precision, num_warps=4,
         )  # fmt: skip
     if rule.delta_rule:
         _solve_chunks[(num_chunks, rule.num_heads)](
-            q, k, layer.decay, layer.beta, chunks.table, faded.seen, chunks.scores, chunks.solved, *strides,
-            **settings, BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
+            chunks.seen, chunks.solved, NUM_HEADS=rule.num_heads, CHUNK=CHUNK, BLOCK=_BLOCK, num_warps=1
+        )
     few = num_rows * rule.num_heads <= _FEW_PROGRAMS
     values = min(rule.value_dim, 32 if few else 64)
     states = layer.states
@@ -137,6 +151,7 @@ def recur_chunks(
         chunks.segments,
         chunks.rows,
         chunks.solved,
+        chunks.sums,
         out,
         rule.scale,
         *strides,
@@ -163,128 +178,114 @@ def _stages(rule: RecurrentRule, few: bool, values: int, element_size: int, shar
 
 @triton.jit
 def _inverse(a, BLOCK: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular block, row by row."""
+    """(1 + a)^-1 of a strictly lower triangular block, from the inverses of halves, quarters and so on."""
     row = tl.arange(0, BLOCK)
-    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    for i in tl.static_range(1, BLOCK):
-        mine = tl.sum(tl.where(row[:, None] == i, a, 0.0), axis=0)
-        new = tl.sum(mine[:, None] * inverse, axis=0)
-        inverse = tl.where(row[:, None] == i, inverse - new[None, :], inverse)
+    meet = (row[:, None] ^ 1 == row[None, :]) & (row[:, None] > row[None, :])
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, tl.where(meet, -a, 0.0))
+    for level in tl.static_range(1, 31):
+        if 1 << level < BLOCK:
+            half = row >> level
+            meet = ((half ^ 1)[:, None] == half[None, :]) & (row[:, None] > row[None, :])
+            inverse -= _exact(inverse, _exact(tl.where(meet, a, 0.0), inverse))
     return inverse
 
 
 @triton.jit
-def _token_block(
-    q, k, decay, beta, first, count, before, head, decay_stride, decay_head_stride, beta_stride, beta_head_stride, at,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr,
+def _see_chunks(
+    q, k, decay, beta, table, sums, seen, scores, decay_stride, decay_head_stride, beta_stride, beta_head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys, sums of decays, and betas of a block of tokens; `before` is the sum of all earlier decays."""
-    place = at * BLOCK + tl.arange(0, BLOCK)
-    token, inside = first + place, place < count
-    feature = tl.arange(0, KEY_DIM)
-    there = (token * KEY_HEADS + head // GROUP)[:, None] * KEY_DIM + feature[None, :]
-    queries = tl.load(q + there, mask=inside[:, None], other=0.0)
-    keys = tl.load(k + there, mask=inside[:, None], other=0.0)
+    """A program computes what the tokens of a chunk see of each other with one head, whose decay is one number."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(table + 2 * chunk), tl.load(table + 2 * chunk + 1)
+    at, channel = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
+    token, inside = first + at, at < count
+    place = (token * (NUM_HEADS // GROUP) + head // GROUP)[:, None] * KEY_DIM + channel[None, :]
+    queries = tl.load(q + place, mask=inside[:, None], other=0.0)
+    keys = tl.load(k + place, mask=inside[:, None], other=0.0)
     rates = tl.load(decay + token * decay_stride + head * decay_head_stride, mask=inside, other=0.0)
     strengths = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=inside, other=0.0)
-    return queries, keys, before + tl.cumsum(rates, axis=0), strengths, before + tl.sum(rates, axis=0)
-
-
-@triton.jit
-def _seen(q, k, g, b, k_before, g_before, to, i, j, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """A[i, j] for the tokens of a block i and of an earlier one j. Writes the scores of the same tokens."""
-    fading = tl.exp(g[:, None] - g_before[None, :])
-    _put_block(to, tl.dot(q, tl.trans(k_before), input_precision=PRECISION) * fading, i, j, BLOCK, CHUNK)
-    return tl.dot(k, tl.trans(k_before), input_precision=PRECISION) * b[:, None] * fading
-
-
-@triton.jit
-def _seen_within(q, k, g, b, to, i, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """A[i, i] for the tokens of one block. Writes the scores of the same tokens."""
-    row = tl.arange(0, BLOCK)
-    sees = row[:, None] >= row[None, :]
+    passed = tl.cumsum(rates, axis=0)
+    sees = at[:, None] >= at[None, :]
     # Differences of later tokens are positive, and their exponential may be infinite.
-    fading = tl.exp(tl.where(sees, g[:, None] - g[None, :], 0.0))
-    _put_block(to, tl.dot(q, tl.trans(k), input_precision=PRECISION) * fading, i, i, BLOCK, CHUNK)
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * b[:, None] * fading
-    return tl.where(row[:, None] > row[None, :], products, 0.0)
+    fading = tl.exp(tl.where(sees, passed[:, None] - passed[None, :], 0.0))
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * fading
+    known = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * fading * strengths[:, None]
+    chunk_head = (chunk * NUM_HEADS + head).to(tl.int64)
+    square = chunk_head * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
+    tl.store(sums + chunk_head * CHUNK + at, passed)
+    tl.store(seen + square, known)
+    tl.store(scores + square, products.to(scores.dtype.element_ty))
+
+
+@triton.jit
+def _sum_decays(
+    decay, table, sums, left, decay_stride, decay_head_stride,
+    NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program sums the decays of a head of a chunk's tokens, channel by channel."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(table + 2 * chunk), tl.load(table + 2 * chunk + 1)
+    at, channel = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
+    token, inside = (first + at)[:, None], (at < count)[:, None]
+    there = decay + token * decay_stride + head * decay_head_stride + channel[None, :]
+    rates = tl.maximum(tl.load(there, mask=inside, other=0.0), LEAST_DECAY, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(sums + (token * NUM_HEADS + head) * KEY_DIM + channel[None, :], tl.cumsum(rates, axis=0), mask=inside)
+    tl.store(left + (chunk * NUM_HEADS + head) * KEY_DIM + channel, tl.exp(tl.sum(rates, axis=0)))
 
 
 @triton.jit
 def _fade_chunks(
-    q, k, decay, beta, table, faded_q, faded_k, kept_k, left, seen, scores,
-    decay_stride, decay_head_stride, beta_stride, beta_head_stride,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beta, table, faded_q, faded_k, kept_k, sums, seen, scores, beta_stride, beta_head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program computes a head of a block of a chunk's tokens, and what they see of each other and of earlier ones."""
-    PER_CHUNK: tl.constexpr = CHUNK // BLOCK
+    """A program computes what the tokens of a chunk see of each other with one head, and fades their queries and keys.
+
+    A chunk is halved again and again. Two tokens meet at the level where a border comes between them, and each fades by
+    its own distance to this border: no exponent is positive, and a token needs one factor for each level.
+    """
+    tl.static_assert(CHUNK == 1 << LEVELS)
     KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    chunk, start, head = tl.program_id(0) // PER_CHUNK, (tl.program_id(0) % PER_CHUNK) * BLOCK, tl.program_id(1)
+    chunk, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(table + 2 * chunk), tl.load(table + 2 * chunk + 1)
-    row, channel = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)[None, :]
-    token, mine = (first + start + row)[:, None], (start + row < count)[:, None]
-    all_rates = decay + head * decay_head_stride + channel
-    all_keys = k + (head // GROUP) * KEY_DIM + channel
-    rates = tl.load(all_rates + token * decay_stride, mask=mine, other=0.0)
-    keys = tl.load(all_keys + token * KEY_HEADS * KEY_DIM, mask=mine, other=0.0).to(tl.float32)
-    queries = tl.load(q + (token * KEY_HEADS + head // GROUP) * KEY_DIM + channel, mask=mine, other=0.0).to(tl.float32)
-    strengths = tl.load(
-        beta + (first + start + row) * beta_stride + head * beta_head_stride, mask=start + row < count, other=0.0
-    )
-    sums, own = tl.cumsum(rates, axis=0), tl.sum(rates, axis=0)
-    since = tl.exp(sums)
-    square = (chunk * NUM_HEADS + head).to(tl.int64) * CHUNK * CHUNK + (start + row)[:, None] * CHUNK
-    # Earlier blocks, the nearest first, by way of where this one begins.
-    before = tl.zeros([KEY_DIM], tl.float32)
-    for back in range(0, start, BLOCK):
-        other = start - BLOCK - back
-        there, is_there = (first + other + row)[:, None], (other + row < count)[:, None]
-        their_rates = tl.load(all_rates + there * decay_stride, mask=is_there, other=0.0)
-        their_keys = tl.load(all_keys + there * KEY_HEADS * KEY_DIM, mask=is_there, other=0.0).to(tl.float32)
-        their_own = tl.sum(their_rates, axis=0)
-        faded = tl.trans(their_keys * tl.exp((before + their_own)[None, :] - tl.cumsum(their_rates, axis=0)))
-        to = square + other + row[None, :]
-        products = tl.dot(keys * since, faded, input_precision=PRECISION) * strengths[:, None]
-        tl.store(seen + to, products)
-        products = tl.dot(queries * since, faded, input_precision=PRECISION)
-        tl.store(scores + to, products.to(scores.dtype.element_ty))
-        before += their_own
-    # Tokens of earlier parts of the block, likewise.
-    keys_within, scores_within = tl.zeros([BLOCK, BLOCK], tl.float32), tl.zeros([BLOCK, BLOCK], tl.float32)
-    for border in tl.static_range(PART, BLOCK, PART):
-        reached = tl.sum(tl.where((row == border - 1)[:, None], sums, 0.0), axis=0)[None, :]
-        behind, ahead = ((row >= border) & (row < border + PART))[:, None], (row < border)[:, None]
-        fading = tl.where(behind, tl.exp(tl.where(behind, sums - reached, 0.0)), 0.0)
-        faded = tl.trans(tl.where(ahead, tl.exp(tl.where(ahead, reached - sums, 0.0)) * keys, 0.0))
-        keys_within += tl.dot(keys * fading, faded, input_precision=PRECISION)
-        scores_within += tl.dot(queries * fading, faded, input_precision=PRECISION)
-    to, is_other = square + start + row[None, :], row[:, None] // PART > row[None, :] // PART
-    tl.store(seen + to, keys_within * strengths[:, None], mask=is_other)
-    tl.store(scores + to, scores_within.to(scores.dtype.element_ty), mask=is_other)
-    # Tokens of one part, distance by distance: no border is between them.
-    passed = tl.zeros([BLOCK, KEY_DIM], tl.float32)
-    for distance in tl.static_range(PART):
-        reaches = (row % PART >= distance)[:, None]
-        there, is_there = token - distance, mine & reaches
-        near = tl.load(all_keys + there * KEY_HEADS * KEY_DIM, mask=is_there, other=0.0).to(tl.float32) * tl.exp(passed)
-        to = square + (start + row - distance)[:, None]
-        tl.store(seen + to, (tl.sum(keys * near, axis=1) * strengths)[:, None], mask=reaches)
-        products = tl.sum(queries * near, axis=1)[:, None]
-        tl.store(scores + to, products.to(scores.dtype.element_ty), mask=reaches)
-        passed += tl.load(all_rates + there * decay_stride, mask=is_there, other=0.0)
-    after = tl.zeros([KEY_DIM], tl.float32)
-    for other in range(start + BLOCK, CHUNK, BLOCK):
-        there, is_there = (first + other + row)[:, None], (other + row < count)[:, None]
-        after += tl.sum(tl.load(all_rates + there * decay_stride, mask=is_there, other=0.0), axis=0)
-    to = (token * NUM_HEADS + head) * KEY_DIM + channel
-    since *= tl.exp(before)[None, :]
-    tl.store(faded_q + to, (queries * since).to(faded_q.dtype.element_ty), mask=mine)
-    tl.store(faded_k + to, (keys * since).to(faded_k.dtype.element_ty), mask=mine)
-    kept = keys * tl.exp((after + own)[None, :] - sums)
-    tl.store(kept_k + to, kept.to(kept_k.dtype.element_ty), mask=mine)
-    if start == 0:
-        tl.store(left + (chunk * NUM_HEADS + head) * KEY_DIM + tl.arange(0, KEY_DIM), tl.exp(own + after))
+    at = tl.arange(0, CHUNK)
+    token, inside = first + at, (at < count)[:, None]
+    channel = tl.arange(0, KEY_DIM)[None, :]
+    key_place = (token * KEY_HEADS + head // GROUP)[:, None] * KEY_DIM + channel
+    queries = tl.load(q + key_place, mask=inside, other=0.0)
+    keys = tl.load(k + key_place, mask=inside, other=0.0)
+    place = (token * NUM_HEADS + head)[:, None] * KEY_DIM + channel
+    passed = tl.load(sums + place, mask=inside, other=0.0)
+    # A token sees its own key as it is.
+    own = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    products = tl.where(at[:, None] == at[None, :], own, 0.0)
+    known = tl.zeros([CHUNK, CHUNK], tl.float32)
+    # Not unrolled: factors of several levels at once would spill registers.
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = at >> level
+        # The last token of the first half. A second half without tokens has no border.
+        border = tl.minimum(((half | 1) << level) - 1, count - 1)
+        reached = tl.load(sums + ((first + border) * NUM_HEADS + head)[:, None] * KEY_DIM + channel)
+        is_behind = (half & 1) == 1
+        away = tl.where(is_behind[:, None], passed - reached, reached - passed)
+        fading = tl.exp(tl.where(inside, away, 0.0))
+        near = (keys * fading).to(keys.dtype)
+        asking = (queries * fading).to(keys.dtype)
+        meet = is_behind[:, None] & ((half ^ 1)[:, None] == half[None, :])
+        found = tl.dot(near, tl.trans(near), input_precision=PRECISION)
+        known += tl.where(meet, found, 0.0)
+        found = tl.dot(asking, tl.trans(near), input_precision=PRECISION)
+        products += tl.where(meet, found, 0.0)
+    all_passed = tl.load(sums + ((first + count - 1) * NUM_HEADS + head) * KEY_DIM + channel)
+    since, until = tl.exp(passed), tl.exp(tl.where(inside, all_passed - passed, 0.0))
+    tl.store(faded_q + place, (queries * since).to(faded_q.dtype.element_ty), mask=inside)
+    tl.store(faded_k + place, (keys * since).to(faded_k.dtype.element_ty), mask=inside)
+    tl.store(kept_k + place, (keys * until).to(kept_k.dtype.element_ty), mask=inside)
+    strengths = tl.load(beta + token * beta_stride + head * beta_head_stride, mask=at < count, other=0.0)
+    square = (chunk * NUM_HEADS + head).to(tl.int64) * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
+    tl.store(seen + square, known * strengths[:, None])
+    tl.store(scores + square, products.to(scores.dtype.element_ty))
 
 
 @triton.jit
@@ -300,49 +301,16 @@ def _put_block(to, block, i, j, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _solve_chunks(
-    q, k, decay, beta, table, seen, scores, solved, decay_stride, decay_head_stride, beta_stride, beta_head_stride,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _solve_chunks(seen, solved, NUM_HEADS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """A program solves a head of a chunk, in four blocks of tokens. Products with inverses are exact to fp32."""
     tl.static_assert(CHUNK == 4 * BLOCK)
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    square = (chunk * NUM_HEADS + head).to(tl.int64) * CHUNK * CHUNK
-    if CHANNELS:
-        a = seen + square
-        a00, a11 = _get_block(a, 0, 0, BLOCK, CHUNK), _get_block(a, 1, 1, BLOCK, CHUNK)
-        a22, a33 = _get_block(a, 2, 2, BLOCK, CHUNK), _get_block(a, 3, 3, BLOCK, CHUNK)
-        a10, a20 = _get_block(a, 1, 0, BLOCK, CHUNK), _get_block(a, 2, 0, BLOCK, CHUNK)
-        a21, a30 = _get_block(a, 2, 1, BLOCK, CHUNK), _get_block(a, 3, 0, BLOCK, CHUNK)
-        a31, a32 = _get_block(a, 3, 1, BLOCK, CHUNK), _get_block(a, 3, 2, BLOCK, CHUNK)
-    else:
-        first, count = tl.load(table + 2 * chunk), tl.load(table + 2 * chunk + 1)
-        s = scores + square
-        HEADS: tl.constexpr = NUM_HEADS // GROUP
-        strides = (decay_stride, decay_head_stride, beta_stride, beta_head_stride)
-        q0, k0, g0, b0, end = _token_block(
-            q, k, decay, beta, first, count, 0.0, head, *strides, 0, HEADS, GROUP, KEY_DIM, BLOCK
-        )
-        q1, k1, g1, b1, end = _token_block(
-            q, k, decay, beta, first, count, end, head, *strides, 1, HEADS, GROUP, KEY_DIM, BLOCK
-        )
-        a00 = _seen_within(q0, k0, g0, b0, s, 0, BLOCK, CHUNK, PRECISION)
-        a11 = _seen_within(q1, k1, g1, b1, s, 1, BLOCK, CHUNK, PRECISION)
-        a10 = _seen(q1, k1, g1, b1, k0, g0, s, 1, 0, BLOCK, CHUNK, PRECISION)
-        q2, k2, g2, b2, end = _token_block(
-            q, k, decay, beta, first, count, end, head, *strides, 2, HEADS, GROUP, KEY_DIM, BLOCK
-        )
-        a20 = _seen(q2, k2, g2, b2, k0, g0, s, 2, 0, BLOCK, CHUNK, PRECISION)
-        a21 = _seen(q2, k2, g2, b2, k1, g1, s, 2, 1, BLOCK, CHUNK, PRECISION)
-        a22 = _seen_within(q2, k2, g2, b2, s, 2, BLOCK, CHUNK, PRECISION)
-        q3, k3, g3, b3, end = _token_block(
-            q, k, decay, beta, first, count, end, head, *strides, 3, HEADS, GROUP, KEY_DIM, BLOCK
-        )
-        a30 = _seen(q3, k3, g3, b3, k0, g0, s, 3, 0, BLOCK, CHUNK, PRECISION)
-        a31 = _seen(q3, k3, g3, b3, k1, g1, s, 3, 1, BLOCK, CHUNK, PRECISION)
-        a32 = _seen(q3, k3, g3, b3, k2, g2, s, 3, 2, BLOCK, CHUNK, PRECISION)
-        a33 = _seen_within(q3, k3, g3, b3, s, 3, BLOCK, CHUNK, PRECISION)
+    square = (tl.program_id(0) * NUM_HEADS + tl.program_id(1)).to(tl.int64) * CHUNK * CHUNK
+    a = seen + square
+    a00, a11 = _get_block(a, 0, 0, BLOCK, CHUNK), _get_block(a, 1, 1, BLOCK, CHUNK)
+    a22, a33 = _get_block(a, 2, 2, BLOCK, CHUNK), _get_block(a, 3, 3, BLOCK, CHUNK)
+    a10, a20 = _get_block(a, 1, 0, BLOCK, CHUNK), _get_block(a, 2, 0, BLOCK, CHUNK)
+    a21, a30 = _get_block(a, 2, 1, BLOCK, CHUNK), _get_block(a, 3, 0, BLOCK, CHUNK)
+    a31, a32 = _get_block(a, 3, 1, BLOCK, CHUNK), _get_block(a, 3, 2, BLOCK, CHUNK)
     t0, t1, t2, t3 = _inverse(a00, BLOCK), _inverse(a11, BLOCK), _inverse(a22, BLOCK), _inverse(a33, BLOCK)
     # Forward substitution by blocks.
     t10 = -_exact(t1, _exact(a10, t0))
@@ -378,8 +346,8 @@ def _exact(a, b):
 
 @triton.jit(do_not_specialize_on_alignment=["read_slots", "write_slots"])
 def _scan_chunks(
-    q, k, kept, lefts, scores, v, decay, beta, skip, states, read_slots, write_slots, segments, rows, solved, out,
-    scale, decay_stride, decay_head_stride, beta_stride, beta_head_stride, state_stride,
+    q, k, kept, lefts, scores, v, decay, beta, skip, states, read_slots, write_slots, segments, rows, solved,
+    decay_sums, out, scale, decay_stride, decay_head_stride, beta_stride, beta_head_stride, state_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, VALUE_DIM: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, KEEPS: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -420,9 +388,13 @@ def _scan_chunks(
                 later = tl.load(kept + key_place, mask=inside[:, None], other=0.0)
                 left = tl.load(lefts + chunk_head * KEY_DIM + key)[:, None]
             else:
-                rates = tl.load(decay + token * decay_stride + head * decay_head_stride, mask=inside, other=0.0)
-                sums, total = tl.cumsum(rates, axis=0), tl.sum(rates, axis=0)
-                later = (keys * tl.exp(total - sums)[:, None]).to(keys.dtype)
+                later = keys
+                if DELTA:
+                    sums = tl.load(decay_sums + chunk_head * CHUNK + at)
+                    total = tl.load(decay_sums + chunk_head * CHUNK + CHUNK - 1)
+                else:
+                    rates = tl.load(decay + token * decay_stride + head * decay_head_stride, mask=inside, other=0.0)
+                    sums, total = tl.cumsum(rates, axis=0), tl.sum(rates, axis=0)
                 left = tl.exp(total)
                 recalled *= tl.exp(sums)[:, None]
                 if DELTA:
@@ -434,14 +406,17 @@ def _scan_chunks(
                 weights = (tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * fading).to(keys.dtype)
             if DELTA:
                 stored -= known
-            stored = (stored * strengths[:, None]).to(keys.dtype)
+            stored *= strengths[:, None]
             if DELTA:
-                stored = tl.dot(tl.load(solved + square), stored, input_precision=PRECISION).to(keys.dtype)
-            result = scale * (recalled + tl.dot(weights, stored, input_precision=PRECISION))
+                stored = tl.dot(tl.load(solved + square), stored.to(keys.dtype), input_precision=PRECISION)
+            result = scale * (recalled + tl.dot(weights, stored.to(keys.dtype), input_precision=PRECISION))
             if SKIP:
                 result += tl.load(skip + head) * values.to(tl.float32)
             tl.store(out + value_place, result.to(out.dtype.element_ty), mask=inside[:, None])
-            state = left * state + tl.dot(tl.trans(later), stored, input_precision=PRECISION)
+            if not CHANNELS:
+                # What the end of the chunk sees of each token.
+                stored *= tl.exp(total - sums)[:, None]
+            state = left * state + tl.dot(tl.trans(later), stored.to(keys.dtype), input_precision=PRECISION)
         if KEEPS:
             slot = tl.load(write_slots + start + length - 1)
             if slot != 0:

@@ -167,20 +167,27 @@ class TritonRecurrentBackend(AttentionBackend[RecurrentSpec, RecurrentInputs]):
         of_table, of_segments, of_rows = torch.split(numbers, [len(table), len(segments), len(rows)])
         rule = self._layers.rule
         squares = (len(table) // 2, rule.num_heads, CHUNK, CHUNK)
-        solved = buffers.take("solved", squares if rule.delta_rule else (0,), self._dtype)
-        scores = buffers.take("scores", squares if rule.delta_rule or rule.channel_decay else (0,), self._dtype)
-        faded = self._faded(sum(lens), squares, buffers) if rule.channel_decay else None
-        return CutRows(of_table.view(-1, 2), of_segments.view(-1, 3), of_rows.view(-1, 3), solved, scores, faded)
+        nothing, has_scores = (0,), rule.delta_rule or rule.channel_decay
+        return CutRows(
+            table=of_table.view(-1, 2),
+            segments=of_segments.view(-1, 3),
+            rows=of_rows.view(-1, 3),
+            solved=buffers.take("solved", squares if rule.delta_rule else nothing, self._dtype),
+            scores=buffers.take("scores", squares if has_scores else nothing, self._dtype),
+            seen=buffers.take("seen", squares if has_scores else nothing, torch.float32),
+            sums=buffers.take("sums", nothing if rule.channel_decay else squares[:3], torch.float32),
+            faded=self._faded(sum(lens), squares[0], buffers) if rule.channel_decay else None,
+        )
 
-    def _faded(self, num_tokens: int, squares: tuple[int, ...], buffers: PlanBuffers) -> Faded:
+    def _faded(self, num_tokens: int, num_chunks: int, buffers: PlanBuffers) -> Faded:
         rule, dtype = self._layers.rule, self._dtype
         size = (num_tokens, rule.num_heads, rule.key_dim)
         return Faded(
             q=buffers.take("faded queries", size, dtype),
             k=buffers.take("faded keys", size, dtype),
             kept=buffers.take("kept keys", size, dtype),
-            left=buffers.take("left", (squares[0], rule.num_heads, rule.key_dim), torch.float32),
-            seen=buffers.take("seen", squares, torch.float32),
+            left=buffers.take("left", (num_chunks, rule.num_heads, rule.key_dim), torch.float32),
+            sums=buffers.take("channel sums", size, torch.float32),
         )
 
 
