@@ -22,7 +22,7 @@ from torch import Tensor
 
 SEGMENT = 1 << 14
 """Scores of a segment: as many as the registers of one multiprocessor hold with room to compute."""
-_PER_THREAD = 32
+_PER_THREAD = 16
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def choose_places(
             found, places, tokens, counts, out,
             None if kept is None else kept.scores, None if kept is None else kept.places,
             found.stride(0), 0 if kept is None else kept.scores.stride(0),
-            TOP_K=config.top_k, LEVEL=level, LAST=kept is None, SEGMENT=config.segment, BLOCK=block,
+            TOP_K=config.top_k, FILL=triton.next_power_of_2(config.top_k), LEVEL=level, LAST=kept is None,
+            SEGMENT=config.segment, BLOCK=block,
             num_warps=min(32, max(1, block // (32 * _PER_THREAD))),
         )  # fmt: skip
         if kept is not None:
@@ -98,10 +99,23 @@ def _ordered(scores, there):
     return tl.where(there, ordered, -0x80000000)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens", "counts"])
+@triton.jit
+def _running_sum(numbers, BLOCK: tl.constexpr):
+    """The sum of a segment's numbers up to each. A warp sums rows by itself, and warps exchange only their totals."""
+    COLUMNS: tl.constexpr = 32 if BLOCK > 32 else BLOCK  # noqa: FURB136
+    rows = tl.reshape(numbers, (BLOCK // COLUMNS, COLUMNS))
+    totals = tl.sum(rows, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return tl.reshape(tl.cumsum(rows, 1) + before[:, None], (BLOCK,))
+
+
+# Strides of unknown alignment keep a thread from loading four scores at once: the places of chosen ones are stored one
+# by one, and all addresses would be exchanged between threads first.
+@triton.jit(do_not_specialize=["scores_stride", "kept_stride"], do_not_specialize_on_alignment=["tokens", "counts"])
 def _choose_places(
     scores, places, tokens, counts, out, kept_scores, kept_places, scores_stride, kept_stride,
-    TOP_K: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, FILL: tl.constexpr, LEVEL: tl.constexpr, LAST: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program chooses from one segment of one query."""
     segment, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -136,8 +150,8 @@ def _choose_places(
         # More scores equal the last chosen one than there is room for.
         above = (ordered > threshold).to(tl.int32)
         equal = chosen - above
-        chosen = above + equal * (tl.cumsum(equal, 0) <= wanted - tl.sum(above, 0)).to(tl.int32)
-    at = tl.cumsum(chosen, 0) - 1
+        chosen = above + equal * (_running_sum(equal, BLOCK) <= wanted - tl.sum(above, 0)).to(tl.int32)
+    at = _running_sum(chosen, BLOCK) - 1
     is_chosen = chosen > 0
     place = begin + in_segment
     if LEVEL > 0:
@@ -145,9 +159,8 @@ def _choose_places(
     if LAST or count <= SEGMENT:
         row = out + token.to(tl.int64) * TOP_K
         tl.store(row + at, place, mask=is_chosen)
-        for start in range(0, TOP_K, BLOCK):
-            behind = start + in_segment
-            tl.store(row + behind, tl.full([BLOCK], -1, tl.int32), mask=(behind >= wanted) & (behind < TOP_K))
+        behind = tl.arange(0, FILL)
+        tl.store(row + behind, tl.full([FILL], -1, tl.int32), mask=(behind >= wanted) & (behind < TOP_K))
     else:
         kept = query * kept_stride + segment * TOP_K
         tl.store(kept_places + kept + at, place, mask=is_chosen)
