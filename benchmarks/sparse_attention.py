@@ -443,10 +443,17 @@ class Bench:
         if self.device.torch_device.type != "cuda":
             return eager_task(contender.run, self.layers)
         try:
-            return capture(contender.run, self.layers, between).task()
-        except Exception:  # Whatever cannot be captured is timed from the host.
+            captured = capture(contender.run, self.layers, between)
+            captured.out.fill_(-1)
+            captured.graph.replay()
+            wrong = contender.check(captured.out)
+        except Exception as error:  # Whatever cannot be captured is timed from the host.
+            wrong = f"{type(error).__name__}"
             torch.cuda.synchronize()
-            return eager_task(contender.run, self.layers)
+        if wrong is None:
+            return captured.task()
+        print(f"| timed from the host: {wrong} in a graph | | |", flush=True)
+        return eager_task(contender.run, self.layers)
 
 
 def index_cost(step: Step, spec: IndexSpec) -> Cost:
