@@ -15,6 +15,8 @@ from conformance.mutants import Mutant
 from conformance.parts import CORRECT
 from conformance.parts_backend import EVERYTHING, make_backend
 from conformance.test_mutants import FEW, GRAPHS
+from sightline.attention.backends.triton.index_backend import TritonIndexBackend
+from sightline.attention.backends.triton.rows import INDEX_ROWS
 from sightline.attention.contract import BackendContext
 from sightline.attention.spec import SoftmaxSpec
 from sightline.testing.conformance.checks import CHECKS
@@ -48,6 +50,12 @@ def on_recording(mutant: Mutant | LatentMutant) -> Subject:
 def test_a_correct_backend_passes() -> None:
     right = make_backend(replace(CORRECT, longest=enough_for_any))
     report = try_row(Subject("parts", right, EVERYTHING, RECORDING), Effort.QUICK, FEW, CAPTURED)
+    assert {result.check: result.verdict for result in report.results} == dict.fromkeys(GRAPHS, Verdict.PASSED)
+
+
+def test_a_captured_indexer_passes_also_if_it_is_replayed_without_rows() -> None:
+    subject = Subject("triton-index", TritonIndexBackend, INDEX_ROWS[-1], RECORDING)
+    report = try_row(subject, Effort.QUICK, FEW, CAPTURED)
     assert {result.check: result.verdict for result in report.results} == dict.fromkeys(GRAPHS, Verdict.PASSED)
 
 

@@ -3,7 +3,7 @@
 As on a device, a replay reads and writes the memory that was captured, whatever it holds by then, and the host decides
 nothing in it. Operations whose result's shape depends on numbers, or that give the host one, cannot be captured; what
 copies a whole tensor to the host, as `tolist` does, a device would refuse and this does not. Serves backends of torch's
-operations alone.
+operations, and of Triton's kernels in its interpreter.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
 
 from sightline.core.device import Device, DeviceKind
 
@@ -67,7 +68,15 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _recorded(graph: RecordedGraph, **_: object) -> Iterator[None]:
-    with _Recording(graph):
+    launch = InterpretedFunction.run
+
+    def launched(kernel: Any, *args: Any, **settings: Any) -> None:
+        """What the interpreter itself asks torch for is no operation of the graph."""
+        with _disable_current_modes():
+            graph.record(launch, (kernel, *args), settings)
+
+    with pytest.MonkeyPatch.context() as patch, _Recording(graph):
+        patch.setattr(InterpretedFunction, "run", launched)
         yield
 
 

@@ -121,8 +121,9 @@ def _capture(
 
 
 def _context_bounds(step: LayerStep) -> tuple[int, ...]:
-    """Bounds with which a step is sparse, whatever its rows are, if its layer attends to chosen entries or chooses."""
-    return tuple(max(bound, step.spec.top_k or 0) for bound in step.batch.context_lens.bound)
+    """Bounds with which even a step without tokens is sparse, if its layer chooses entries or attends to chosen ones."""
+    least = 0 if step.spec.top_k is None else step.spec.top_k + 1
+    return tuple(max(bound, least) for bound in step.batch.context_lens.bound)
 
 
 def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:
