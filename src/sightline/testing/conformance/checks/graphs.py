@@ -121,7 +121,7 @@ def _capture(
 
 
 def _context_bounds(step: LayerStep) -> tuple[int, ...]:
-    """Bounds with which even a step without tokens is sparse, if its layer chooses entries or attends to chosen ones."""
+    """Bounds with which even a step without tokens is sparse, if its layer chooses entries or reads chosen ones."""
     least = 0 if step.spec.top_k is None else step.spec.top_k + 1
     return tuple(max(bound, least) for bound in step.batch.context_lens.bound)
 
