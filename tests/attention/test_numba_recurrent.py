@@ -30,7 +30,7 @@ both = pytest.mark.parametrize(
     ("backend", "spec"),
     [
         pytest.param(NumbaRecurrentBackend, GATED_DELTA, id="gated delta"),
-        pytest.param(NumbaRecurrentBackend, EVERYTHING, id="everything"),
+        pytest.param(NumbaRecurrentBackend, EVERYTHING, id="everything", marks=pytest.mark.prove),
         pytest.param(NumbaConvolutionBackend, CONVOLUTION, id="convolution"),
     ],
 )

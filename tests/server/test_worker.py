@@ -148,7 +148,9 @@ def test_what_cannot_run_is_refused_and_the_rest_runs(front_end: FrontEnd) -> No
     assert "token ids" in refused.message
 
 
-def test_a_full_queue_is_told_apart_from_what_is_invalid(front_end: FrontEnd) -> None:
+def test_a_full_queue_is_told_apart_from_what_is_invalid(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No step runs between two prompts, however slow the machine is.
+    monkeypatch.setattr("sightline.server.process.loop.TAKE_IN_SECONDS", 60.0)
     front_end.send(submit(numbered([3] * 10), PARAMS, Terms()))
     reports = front_end.until(Refused, 2)
     assert [report.is_full for report in reports if isinstance(report, Refused)] == [True, True]

@@ -110,7 +110,7 @@ def recur_chunks(
 
     `shared_bytes` is the shared memory of a program.
     """
-    num_rows, num_chunks = chunks.rows.shape[0], chunks.table.shape[0]
+    num_rows = chunks.rows.shape[0]
     if num_rows == 0:
         return
     q, k, v = layer.inputs
@@ -120,24 +120,7 @@ def recur_chunks(
     settings = {**shape, "CHANNELS": rule.channel_decay, "CHUNK": CHUNK, "PRECISION": precision}
     strides = (*layer.decay.stride()[:2], *layer.beta.stride())
     faded = Faded(q, k, k, k, k) if chunks.faded is None else chunks.faded
-    if rule.channel_decay:
-        _sum_decays[(num_chunks, rule.num_heads)](
-            layer.decay, chunks.table, faded.sums, faded.left, *strides[:2],
-            NUM_HEADS=rule.num_heads, KEY_DIM=rule.key_dim, CHUNK=CHUNK, num_warps=4,
-        )  # fmt: skip
-        _fade_chunks[(num_chunks, rule.num_heads)](
-            q, k, layer.beta, chunks.table, faded.q, faded.k, faded.kept, faded.sums, chunks.seen, chunks.scores,
-            *strides[2:], **shape, CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, PRECISION=precision, num_warps=8,
-        )  # fmt: skip
-    if rule.delta_rule and not rule.channel_decay:
-        _see_chunks[(num_chunks, rule.num_heads)](
-            q, k, layer.decay, layer.beta, chunks.table, chunks.sums, chunks.seen, chunks.scores, *strides,
-            **shape, CHUNK=CHUNK, PRECISION=precision, num_warps=4,
-        )  # fmt: skip
-    if rule.delta_rule:
-        _solve_chunks[(num_chunks, rule.num_heads)](
-            chunks.seen, chunks.solved, NUM_HEADS=rule.num_heads, CHUNK=CHUNK, BLOCK=_BLOCK, num_warps=1
-        )
+    _compare_tokens(rule, layer, chunks, faded, {**shape, "CHUNK": CHUNK, "PRECISION": precision})
     few = num_rows * rule.num_heads <= _FEW_PROGRAMS
     values = min(rule.value_dim, 32 if few else 64)
     states = layer.states
@@ -165,6 +148,33 @@ def recur_chunks(
         num_warps=4,
         num_stages=_stages(rule, few, values, k.element_size(), shared_bytes),
     )
+
+
+def _compare_tokens(
+    rule: RecurrentRule, layer: ChunkedLayer, chunks: CutRows, faded: Faded, settings: dict[str, int | str]
+) -> None:
+    """Computes what every token gets from the earlier ones of its chunk, for all chunks at once."""
+    q, k, _ = layer.inputs
+    num_heads, num_chunks = rule.num_heads, chunks.table.shape[0]
+    decay_strides, beta_strides = layer.decay.stride()[:2], layer.beta.stride()
+    if rule.channel_decay:
+        _sum_decays[(num_chunks, num_heads)](
+            layer.decay, chunks.table, faded.sums, faded.left, *decay_strides,
+            NUM_HEADS=num_heads, KEY_DIM=rule.key_dim, CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+        _fade_chunks[(num_chunks, num_heads)](
+            q, k, layer.beta, chunks.table, faded.q, faded.k, faded.kept, faded.sums, chunks.seen, chunks.scores,
+            *beta_strides, **settings, LEVELS=CHUNK.bit_length() - 1, num_warps=8,
+        )  # fmt: skip
+    if rule.delta_rule and not rule.channel_decay:
+        _see_chunks[(num_chunks, num_heads)](
+            q, k, layer.decay, layer.beta, chunks.table, chunks.sums, chunks.seen, chunks.scores,
+            *decay_strides, *beta_strides, **settings, num_warps=4,
+        )  # fmt: skip
+    if rule.delta_rule:
+        _solve_chunks[(num_chunks, num_heads)](
+            chunks.seen, chunks.solved, NUM_HEADS=num_heads, CHUNK=CHUNK, BLOCK=_BLOCK, num_warps=1
+        )
 
 
 def _stages(rule: RecurrentRule, few: bool, values: int, element_size: int, shared_bytes: int) -> int:
