@@ -131,6 +131,7 @@ def test_texts_in_batches_in_any_order(llm: LLM, texts: list[str], expected: Ten
     assert worst(embed(llm, [texts[index] for index in order]), expected[order]) <= TOLERANCE
 
 
+@pytest.mark.prove
 def test_each_text_alone(llm: LLM, texts: list[str], expected: Tensor) -> None:
     assert worst(torch.cat([embed(llm, [text]) for text in texts]), expected) <= TOLERANCE
 

@@ -118,6 +118,7 @@ def test_answers_on_a_cached_prefix_are_those_of_transformers(
     assert is_at_rest(llm)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("room", [None, 7])
 def test_answers_do_not_depend_on_cache_chunks_or_retractions(
     made: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch, room: int | None

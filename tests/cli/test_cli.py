@@ -338,6 +338,7 @@ def test_conformance_of_all_backends_is_one_json_object_on_request(
     assert {row["backend"] for row in told["rows"]} >= {"torch", "reference"}
 
 
+@pytest.mark.prove
 def test_conformance_side_by_side_is_one_json_object_and_names_the_row_of_each_check(proofs: Path) -> None:
     asked = ["--device", "cpu", "--backend", "reference", "--quick", "--check", "built", "--check", "cache-write"]
     result = CliRunner().invoke(app, ["conformance", *asked, "--jobs", "2", "--json"])

@@ -361,6 +361,7 @@ def test_ctrl_c_between_slices_leaves_no_file(folder: Path, tmp_path: Path) -> N
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.prove
 def test_errors_and_degradations_are_said_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
     bare = save_embedder(tmp_path / "bare", with_modules=False)
     command = [sys.executable, "-m", "sightline", "embed", "--device", "cpu", "-m", str(bare)]

@@ -149,6 +149,7 @@ def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path
     assert json.loads(again.stdout)["duties"][0]["status"] == "proven before"
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_conformance_of_a_model_fails_with_what_is_not_covered(proofs: Path, folder: Path) -> None:
     result = ask("--model", str(folder), *SMALL, "--budget", "0.05")

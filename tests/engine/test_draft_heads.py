@@ -247,6 +247,7 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "sized",
     routine(
@@ -273,6 +274,7 @@ def test_room_and_sizes_change_nothing(
     assert recorded.num_wrong(case) == 0
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "name", ["deepseek_v3, one module", "gemma4, frozen", *proofs("glm4_moe, two modules", "eagle3")]
 )
@@ -288,6 +290,7 @@ def test_every_parameter_and_shared_prefixes_give_the_same_answers(cases: Callab
     assert llm.engine.metrics().spec_decode_num_draft_tokens > 30
 
 
+@pytest.mark.prove
 def test_a_text_that_goes_on_from_the_cache_is_drafted_for(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

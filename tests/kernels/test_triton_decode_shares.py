@@ -21,6 +21,7 @@ def blocks_of(case: Case, context: int) -> int:
     return 1 + len({key // case.block for key in range(first, context)})
 
 
+@pytest.mark.prove
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.lists(ROW, min_size=1, max_size=9),

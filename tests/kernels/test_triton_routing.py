@@ -59,6 +59,7 @@ NEGATIVE_NAN = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)
 """What x86 makes of inf - inf. As an integer it is lower than any number's bits."""
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("nan", [*proofs(torch.tensor(torch.nan)), NEGATIVE_NAN], ids=["positive", "negative"])
 @all_kinds

@@ -63,6 +63,7 @@ def test_products(outputs: int, inputs: int, dtype: torch.dtype, *, adds: bool, 
     case.check(out, wide, expected(case, norm, bias) + (1.0 if adds else 0.0))
 
 
+@pytest.mark.prove
 @shapes
 @pytest.mark.parametrize(
     "kind",

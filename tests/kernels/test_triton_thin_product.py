@@ -45,6 +45,7 @@ def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, a
     case.check(out, wide, case.expected(bias) + (1.0 if adds else 0.0))
 
 
+@pytest.mark.prove
 @shapes
 @pytest.mark.parametrize("has_bias", [*proofs(False), True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", GateKind, ids=lambda kind: kind.name)

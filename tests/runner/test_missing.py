@@ -151,6 +151,7 @@ print(json.dumps({"rows": rows, "text": output.outputs[0].text, "loaded": loaded
 """
 
 
+@pytest.mark.prove
 def test_a_machine_without_any_of_them_imports_and_generates() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

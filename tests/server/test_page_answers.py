@@ -9,7 +9,7 @@ from support.page_visits import Visit, answers, complete, visit
 from support.stub_server import StubServer
 
 pytest_plugins = ["support.page_fixtures"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.prove]
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"> <script>document.title='owned'</script> "
     "[press](javascript:alert(1)) [data](data:text/html,hi) [fine](https://example.com/a) **<b>bold</b>** "

@@ -12,7 +12,7 @@ from support.page_visits import PHONE, Visit, answers, complete, visit
 from support.stub_server import MODEL, StubServer
 
 pytest_plugins = ["support.page_fixtures"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.prove]
 NO_ROOM = """
     const put = IDBObjectStore.prototype.put;
     IDBObjectStore.prototype.put = function (value) {

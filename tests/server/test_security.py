@@ -116,6 +116,7 @@ def test_a_sample_body_is_accepted_by_every_route() -> None:
             msgspec.convert(attacks.sample_body(route), route.body)
 
 
+@pytest.mark.prove
 def test_while_the_server_parses_the_worst_body_it_answers_others(guarded: ServedProcess) -> None:
     fields = b",".join(b'"f%d":1' % place for place in range(350_000))
     worst = {

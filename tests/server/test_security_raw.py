@@ -81,6 +81,7 @@ def statuses(answer: bytes) -> list[int]:
     return [int(line.split(b" ")[1]) for line in answer.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("routes", routine({"two routes": ROUTES[:2], "all others": ROUTES[2:]}, "two routes"))
 def test_what_is_no_proper_request_is_refused_once_and_the_connection_ends(
     guarded: ServedProcess, routes: tuple[Route, ...]

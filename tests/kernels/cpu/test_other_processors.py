@@ -45,6 +45,7 @@ def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         yield compute
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "instructions",
     [Instructions.AVX_VNNI, *proofs(Instructions.AVX512_VNNI), Instructions.NEON_MATRIX],

@@ -50,6 +50,7 @@ def test_products_use_the_instruction_that_sums_them(target: str, name: str) -> 
     assert all(operand in line for line in lines)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("processor", TARGETS.values(), ids=TARGETS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, *proofs(torch.bfloat16)])
 def test_every_kernel_compiles_for_every_processor_and_calls_nothing(processor: Processor, dtype: torch.dtype) -> None:

@@ -113,6 +113,7 @@ def draw_up(folder: Path) -> None:
     open_blueprint(EngineConfig(str(folder), cache_tokens=256), Ledger())
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_config_json(tmp_path: Path, family: str) -> None:
     make_model(family).save_pretrained(tmp_path)
@@ -184,6 +185,7 @@ def test_the_files_beside_the_tokenizer(llama: Path, name: str, fields: dict[str
     check(llama / name, checkpoint.load_tokenizer)
 
 
+@pytest.mark.prove
 def test_tokenizer_json(llama: Path) -> None:
     checkpoint = open_checkpoint(llama, Ledger())
     check(llama / "tokenizer.json", checkpoint.load_tokenizer)
@@ -208,6 +210,7 @@ def test_a_panic_of_the_tokenizers_library_is_a_checkpoint_error(llama: Path, mo
         open_checkpoint(llama, Ledger()).load_tokenizer()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"])
 def test_the_files_of_an_embedder(tmp_path: Path, name: str) -> None:
     save_embedder(make_bert(), tmp_path, max_tokens=40)

@@ -68,6 +68,7 @@ def test_weights_in_the_compute_dtype_share_the_pages_of_their_file(tmp_path: Pa
         assert checkpoint.load(name).data_ptr() == address
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of the process's memory")
 @pytest.mark.parametrize("stored", [*proofs(torch.float32), torch.bfloat16])
 def test_loading_peaks_near_the_weights_and_one_tensor(tmp_path: Path, stored: torch.dtype) -> None:
