@@ -97,7 +97,14 @@ def test_a_window_is_that_of_the_spec(backends: Backends) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("name", "index"), [("trtllm", 0), ("trtllm", 1), *((name, 0) for name in LATENT_ADAPTERS)])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("trtllm", 0),
+        pytest.param("trtllm", 1, marks=pytest.mark.slow),
+        *(pytest.param(name, 0, marks=() if name == "trtllm-latent" else pytest.mark.slow) for name in LATENT_ADAPTERS),
+    ],
+)
 def test_rows_conform(backends: Backends, name: str, index: int) -> None:
     """All checks of the kit but the two slowest, which take minutes in half precision on a CPU."""
     from sightline.testing.conformance.checks import CHECKS

@@ -50,7 +50,7 @@ def chosen(names: Sequence[str]) -> tuple[Check, ...]:
         (torch.float32, ("context", "ragged", "padding", "sinks", "lse")),
         pytest.param(torch.float32, (*STEPS, *FEATURES, *PLANS), marks=pytest.mark.prove),
         pytest.param(torch.bfloat16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.prove),
-        pytest.param(torch.float16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.prove),
+        pytest.param(torch.float16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.slow),
     ],
 )
 def test_narrowed_rows_pass_checks_of_the_kit_compiled(dtype: torch.dtype, names: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def test_narrowed_rows_pass_checks_of_the_kit_compiled(dtype: torch.dtype, names
             torch.float32, (*STEPS, *(name for name in FEATURES if name != "sinks"), *PLANS), marks=pytest.mark.prove
         ),
         pytest.param(torch.bfloat16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.prove),
-        pytest.param(torch.float16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.prove),
+        pytest.param(torch.float16, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.slow),
     ],
 )
 def test_narrowed_latent_rows_pass_checks_of_the_kit_compiled(dtype: torch.dtype, names: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ def test_the_kernel_passes_the_check() -> None:
     check()
 
 
-@pytest.mark.parametrize("name", seldom(MUTANTS, "decay missed", "slot 0 written", "state of another row"))
+@pytest.mark.parametrize("name", seldom(MUTANTS, "state of another row"))
 def test_the_check_catches_the_planted_fault(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = plant(*MUTANTS[name], tmp_path / "planted.py")
     monkeypatch.setattr(recurrent_backend, "make_recurrence", vars(planted)["make_recurrence"])

@@ -82,9 +82,13 @@ LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
     ("kind", "dtype", "head_dim", "names"),
     [
         pytest.param(TritonBackend, FP32, 16, (*STEPS, *SOFTMAX_FEATURES, *PLANS), marks=pytest.mark.slow),
-        (TritonBackend, BF16, 16, ("context", "ragged", "padding", "lse", "cache-dtypes")),
+        pytest.param(
+            TritonBackend, BF16, 16, ("context", "ragged", "padding", "lse", "cache-dtypes"), marks=pytest.mark.slow
+        ),
         pytest.param(TritonLatentBackend, FP32, 24, (*STEPS, *LATENT_FEATURES, *PLANS), marks=pytest.mark.slow),
-        (TritonLatentBackend, BF16, 24, ("context", "ragged", "padding", "cache-dtypes")),
+        pytest.param(
+            TritonLatentBackend, BF16, 24, ("context", "ragged", "padding", "cache-dtypes"), marks=pytest.mark.slow
+        ),
         (TritonLatentBackend, FP32, 24, SPARSE),
         (TritonIndexBackend, FP32, 16, INDEX),
     ],

@@ -46,7 +46,7 @@ def cells(output: str) -> list[list[str]]:
     return [row[1:-1] for row in rows[1:]]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_every_contender_is_right_and_timed(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     script.main(["--dry-run"])
     output = capsys.readouterr().out

@@ -30,7 +30,7 @@ from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import Runtime, build_runtime
 from support.attention_cases import CPU
-from support.case_marks import routine, seldom
+from support.case_marks import of_families, routine, seldom
 from support.changed_runtimes import error_of
 from support.features import (
     Change,
@@ -417,7 +417,7 @@ def test_an_unchanged_model_is_within_the_tolerance(hybrids: Models, family: str
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("family", "change"), CASES, ids=[f"{family}-{change.name}" for family, change in CASES])
+@pytest.mark.parametrize(("family", "change"), of_families(CASES, "kimi_linear", "minimax"))
 def test_disabling_a_feature_would_be_seen(hybrids: Models, family: str, change: Change) -> None:
     assert error_of(*hybrids[family], change) >= VISIBLE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -21,6 +22,23 @@ def seldom(names: Iterable[str], *proven: str) -> list[ParameterSet]:
     known = list(names)
     assert set(proven) <= set(known), "expected names of cases"
     return [pytest.param(name, marks=() if name in proven else pytest.mark.slow) for name in known]
+
+
+class Named(Protocol):
+    """A case that has a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def of_families(cases: Iterable[tuple[str, Named]], *proven: str) -> list[ParameterSet]:
+    """All cases of all families; those of families that are not among `proven` run only if slow tests are asked for."""
+    known = list(cases)
+    assert set(proven) <= {family for family, _ in known}, "expected names of families"
+    return [
+        pytest.param(family, case, id=f"{family}-{case.name}", marks=() if family in proven else pytest.mark.slow)
+        for family, case in known
+    ]
 
 
 def proofs(*values: object) -> list[ParameterSet]:
