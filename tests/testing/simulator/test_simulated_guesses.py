@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from sightline.cache.store import NetworkCache
 from sightline.core.batch import RowMask
@@ -49,10 +50,15 @@ def play(first_seed: int, num_steps: int) -> EventCounts:
     return total
 
 
+def seldom_chunks() -> list[ParameterSet]:
+    """Every chunk; the second half of them runs only if slow tests are asked for."""
+    return [pytest.param(chunk, marks=pytest.mark.slow if chunk >= CHUNKS // 2 else ()) for chunk in range(CHUNKS)]
+
+
 class _Guesses:
     first: ClassVar[int]
 
-    @pytest.mark.parametrize("chunk", range(CHUNKS))
+    @pytest.mark.parametrize("chunk", seldom_chunks())
     def test_guesses_break_nothing(self, chunk: int) -> None:
         """Forty times: 100,000 steps in all."""
         total = play(self.first + 1_000 * chunk, CHUNK_STEPS)
