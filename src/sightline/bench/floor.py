@@ -85,7 +85,7 @@ class ModelSize:
 class CacheReads:
     """What a group of layers reads of a row's cache per step."""
 
-    bytes_per_token: int
+    bytes_per_token: float
     window: int | None
     """Most tokens that it attends to: those of a window, or those that are chosen; None is all."""
     state_bytes: int = 0
