@@ -178,5 +178,5 @@ def model_facts(
             for pool in group.cache_spec(torch.float8_e4m3fn).pools
             if pool.tokens_per_entry == 1
         ),
-        chosen=sum([chosen_facts(group) for group in groups if group.reads_choice], ChosenFacts()),
+        chosen=sum([chosen_facts(group) for group in groups if group.may_be_on_host], ChosenFacts()),
     )
