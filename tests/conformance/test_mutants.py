@@ -12,6 +12,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
+from conformance.compressed_mutants import COMPRESSED_MUTANTS
 from conformance.index_mutants import INDEX_MUTANTS
 from conformance.index_parts import INDEX, make_index_backend
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
@@ -32,6 +33,7 @@ from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Effort
 from support.case_marks import seldom
+from support.planted_compressed import SUMS
 
 CPU = detect_device("cpu")
 FEW = Samples(head_dims=(16, 192), group_sizes=(1, 2, 3, 24), page_sizes=(16, 3, 32))
@@ -59,7 +61,7 @@ GRAPHS = ["captured-decode", "captured-replay"]
 """Checks that a CPU excuses."""
 
 
-_SLOW_MUTANTS: tuple[AnyMutant, ...] = (*STATE_MUTANTS, *SPARSE_MUTANTS, *INDEX_MUTANTS)
+_SLOW_MUTANTS: tuple[AnyMutant, ...] = (*STATE_MUTANTS, *SPARSE_MUTANTS, *INDEX_MUTANTS, *COMPRESSED_MUTANTS)
 EFFORTS = [
     pytest.param(effort, id=effort.value, marks=(pytest.mark.slow,) if effort is Effort.FULL else ())
     for effort in Effort
@@ -129,6 +131,21 @@ def test_the_correct_parts_of_layers_with_states_pass_every_check(row: Capabilit
     report = try_row(Subject("state parts", make_state_backend(declares=row), row, CPU), effort, FEW, checks)
     assert {result.check: result.detail for result in report.failed} == {}
     assert [result.check for result in report.results if result.verdict is Verdict.EXCUSED] == GRAPHS
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("row", [COMPRESSED, COMPRESSED_INDEX], ids=["compressed", "compressed index"])
+def test_compressed_attention_in_several_dtypes_passes_every_check(row: Capability, effort: Effort) -> None:
+    checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
+    subject = CompressedMutant("no fault", "", "", SUMS, "import torch\n", "import torch\n", *row.spec_kinds).subject(
+        CPU
+    )
+    report = try_row(subject, effort, FEW, checks)
+    assert {result.check: result.detail for result in report.failed} == {}
+    assert [result.check for result in report.results if result.verdict is Verdict.EXCUSED] == [
+        "batch-invariance",
+        *GRAPHS,
+    ]
 
 
 NARROW_FAULTS = (
