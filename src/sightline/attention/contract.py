@@ -216,7 +216,7 @@ class StepView:
 
     @property
     def states(self) -> StateSlots | None:
-        """The states that a group with states reads and writes; None if rows begin with an empty one and none is kept."""
+        """The states that a group reads and writes; None if rows begin with an empty one and none is kept."""
         if self.policy is not CachePolicy.PAGED:
             return None
         rows = self.batch.pools[STATES]
