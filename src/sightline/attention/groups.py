@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SpecKind
+from sightline.attention.kinds import CHOOSING_KINDS, ENTRY_KINDS, STATE_KINDS, Feature
+from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.cache.spec import NO_STATES, GroupCacheSpec, ScalesByPlane
 
 
@@ -43,18 +44,27 @@ class LayerGroup:
 
     @property
     def is_recurrent(self) -> bool:
-        """True if it keeps a state per sequence, not entries per token."""
-        return bool(self.spec.states(len(self.layers)).planes)
+        """True if it keeps a state per sequence, beside or instead of entries in pages."""
+        return bool(self.spec.states(len(self.layers), torch.float32).planes)
 
     @property
     def chooses(self) -> bool:
         """True if its layers are indexers: what they give is a choice of tokens, not an output of attention."""
-        return self.spec.kind is SpecKind.INDEX
+        return self.spec.kind in CHOOSING_KINDS
 
     @property
     def reads_choice(self) -> bool:
         """True if its layers attend to entries that an indexer chose, and to no others."""
         return self.spec.top_k is not None and not self.chooses
+
+    @property
+    def may_be_on_host(self) -> bool:
+        """True if its entries can be in host memory: those of single tokens, which an indexer chooses."""
+        return self.reads_choice and self.spec.kind in ENTRY_KINDS
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a backend keeps keys; `dtype` is the cache's. States of recurrent layers are fp32."""
+        return torch.float32 if self.spec.kind in STATE_KINDS else dtype
 
     @property
     def pool_layers(self) -> tuple[int, ...]:
@@ -77,8 +87,8 @@ class LayerGroup:
             return GroupCacheSpec(self.name, (), NO_STATES)
         own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
         count = len(self.layers)
-        on_host = with_hot_entries and self.reads_choice
-        return GroupCacheSpec(self.name, self.spec.pools(count, dtype, own), self.spec.states(count), on_host)
+        on_host = with_hot_entries and self.may_be_on_host
+        return GroupCacheSpec(self.name, self.spec.pools(count, dtype, own), self.spec.states(count, dtype), on_host)
 
 
 Lenders: TypeAlias = Mapping[int, int]
@@ -89,7 +99,7 @@ def group_layers(
     specs: Sequence[AttentionSpec | None],
     network: str = "",
     lenders: Lenders | None = None,
-    indexers: Mapping[int, IndexSpec] | None = None,
+    indexers: Mapping[int, IndexingSpec] | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network.
 
@@ -113,24 +123,31 @@ def group_layers(
 
 
 def _index_layers(
-    specs: Sequence[AttentionSpec | None], indexers: Mapping[int, IndexSpec], network: str
+    specs: Sequence[AttentionSpec | None], indexers: Mapping[int, IndexingSpec], network: str
 ) -> tuple[LayerGroup, ...]:
     """Groups indexers by equal spec, and checks that every layer that reads a choice has one at or before it."""
-    chosen: int | None = None
+    last: IndexingSpec | None = None
     for layer, spec in enumerate(specs):
-        chosen = indexers[layer].top_k if layer in indexers else chosen
-        if spec is not None and spec.top_k is not None and spec.top_k != chosen:
+        last = indexers.get(layer, last)
+        if spec is None or spec.top_k is None:
+            continue
+        if last is None or (last.top_k, last.tokens_per_entry) != (spec.top_k, spec.tokens_per_entry):
             raise ValueError(
-                f"expected an indexer that chooses {spec.top_k} tokens for layer {layer}, in it or before it, got "
-                f"{'none' if chosen is None else f'one that chooses {chosen}'}"
+                f"expected an indexer that chooses {_choice(spec)} for layer {layer}, in it or before it, got "
+                f"{'none' if last is None else f'one that chooses {_choice(last)}'}"
             )
-    members: dict[IndexSpec, list[int]] = {}
+    members: dict[IndexingSpec, list[int]] = {}
     for layer in sorted(indexers):
         members.setdefault(indexers[layer], []).append(layer)
     return tuple(
         LayerGroup(f"{network}index{number}", spec, tuple(layers))
         for number, (spec, layers) in enumerate(members.items())
     )
+
+
+def _choice(spec: AttentionSpec) -> str:
+    ratio = spec.tokens_per_entry
+    return f"{spec.top_k} tokens" if ratio == 1 else f"{spec.top_k} entries of {ratio} tokens"
 
 
 def borrow_layers(

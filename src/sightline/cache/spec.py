@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from sightline.core.page_shape import entries_per_page
+
 SCALED_DTYPES = frozenset({torch.float8_e4m3fn})
 """Cache dtypes with one scale per plane and layer: what is stored is value / scale, saturated."""
 ScalesByPlane: TypeAlias = Mapping[str, Sequence[float]]
@@ -52,8 +54,12 @@ class PoolSpec:
     name: str
     planes: tuple[PlaneSpec, ...]
     num_layers: int
+    tokens_per_entry: int = 1
+    """Entry i stands for tokens i * tokens_per_entry up to (i + 1) * tokens_per_entry - 1; the last one writes it."""
 
     def __post_init__(self) -> None:
+        if self.tokens_per_entry < 1:
+            raise ValueError(f"expected at least 1 token per entry, got {self.tokens_per_entry}")
         for plane in self.planes:
             if plane.scales is not None and len(plane.scales) != self.num_layers:
                 raise ValueError(
@@ -62,14 +68,27 @@ class PoolSpec:
                 )
 
     @property
-    def elements_per_token(self) -> int:
-        """Sum over all planes and layers."""
+    def entry_elements(self) -> int:
+        """Elements of an entry, summed over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) for plane in self.planes)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Sum over all planes and layers."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry, summed over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.planes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The part of an entry's bytes that a token has."""
+        return self.entry_bytes / self.tokens_per_entry
+
+    def entries_per_page(self, page_size: int) -> int:
+        """The places for entries in a page. Raises `ConfigError` if entries do not fit pages."""
+        return entries_per_page(page_size, self.tokens_per_entry)
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes of a page, summed over all planes and layers."""
+        return self.entries_per_page(page_size) * self.entry_bytes
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sightline.attention.dimensions import (
     is_sparse,
     possible_span,
 )
-from sightline.attention.spec import Feature
+from sightline.attention.kinds import Feature
 from sightline.testing.conformance.cases import TIGHT, Case
 from sightline.testing.conformance.domains import Domains, borders
 from sightline.testing.conformance.goals import DERIVED, HIGH, LEAST_WINDOW, LOW, End, Goal, Goals, needs_longer_rows
@@ -67,6 +67,8 @@ _COMPILED_FOR = (
     Dimension.CONV_WIDTH,
     Dimension.UNIT_KEYS,
     Dimension.TOP_K,
+    Dimension.RATIO,
+    Dimension.OVERLAP,
     Dimension.GROUP_SIZE,
     Dimension.DTYPE,
     Dimension.CACHE_DTYPE,
@@ -81,6 +83,7 @@ _COSTLY = frozenset(
         Dimension.HEAD_DIM,
         Dimension.VALUE_DIM,
         Dimension.TOP_K,
+        Dimension.RATIO,
         Dimension.PAGE_SIZE,
         Dimension.KEPT,
         Dimension.REUSE,

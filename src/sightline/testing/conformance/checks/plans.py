@@ -9,14 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sightline.attention.kinds import PAGED_KINDS, Feature
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.rollout import following_steps
-from sightline.attention.spec import PAGED_KINDS, AttentionSpec, Feature
+from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
-from sightline.testing.conformance.layer_step import LayerStep, bits, tensors_of, to_device
+from sightline.testing.conformance.given_inputs import tensors_of, to_device
+from sightline.testing.conformance.layer_step import LayerStep, bits
 from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.trial import Trial, check, fail, needs_feature, ragged_rows
 
