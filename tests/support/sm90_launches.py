@@ -54,7 +54,7 @@ from sightline.kernels.triton.recurrent_chunks import CHUNK, ChunkedLayer, CutRo
 from sightline.kernels.triton.recurrent_steps import RecurrentLayer, RecurrentRule, recurrent_steps
 from sightline.kernels.triton.recurrent_tokens import TokenRows, TokenSlots, find_tokens
 from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_index, turn_latents
-from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.kernels.triton.routing import RoutingRule, ScoreKind, choose_experts
 from sightline.kernels.triton.row_product import InputNorm, row_gated_product, row_product
 from sightline.kernels.triton.short_convolution import Convolution, Split, convolve, split_mixed
 from sightline.kernels.triton.slots import count_choices, find_slots, list_slots
@@ -204,7 +204,7 @@ def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     best_tokens(meta(TOKENS, 32_001, dtype=FP32), meta(2, TOKENS, dtype=INT64))
     for kind in GateKind:
         gate(GateRule(kind), x, x, x, overlaps=True)
-    for kind in set(GateKind) - {GateKind.CLAMPED_SWIGLU}:
+    for kind in set(GateKind) - {GateKind.CLAMPED_SWIGLU, GateKind.CLAMPED_SILU}:
         activate(kind, x)
     for dim in (head_dim, 64):
         cos, sin = meta(TOKENS, 1, dim, dtype=dtype), meta(TOKENS, 1, dim // 2, dtype=dtype)
@@ -368,8 +368,11 @@ def main() -> None:
     compile_experts(4, GateKind.CLAMPED_SWIGLU, WeightForm.MXFP4)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_BLOCKS)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_PRODUCTS)
-    compile_routing(RoutingRule(False, False, 1.0), 64, corrected=False)
-    compile_routing(RoutingRule(True, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True)
+    compile_routing(RoutingRule(ScoreKind.SOFTMAX, False, 1.0), 64, corrected=False)
+    compile_routing(RoutingRule(ScoreKind.SQRT_SOFTPLUS, True, 1.5), 256, corrected=True)
+    compile_routing(
+        RoutingRule(ScoreKind.SIGMOID, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True
+    )
     compile_hot_entries()
 
 

@@ -14,7 +14,7 @@ from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.pointwise import GateCode
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import HEAD_GATES, IndexRows, LatentRows, Operations, TurnedHeads
@@ -166,6 +166,8 @@ class CpuOperations(Operations):
                 code, alpha, limit = _CODES[kind], 0.0, 0.0
             case ClampedSwiglu(alpha, limit):
                 code = GateCode.CLAMPED_SWIGLU
+            case ClampedSilu(limit):
+                code, alpha = GateCode.CLAMPED_SILU, 1.0
         arguments = (*self._rows(gate), *self._rows(up), *self._rows(out), *out.shape)
         self._launch(self._gates[code], (*arguments, float_bits(alpha), float_bits(limit)), gate, up, out)
 

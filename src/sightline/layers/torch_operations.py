@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.kernels import greedy
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
@@ -111,6 +111,8 @@ class TorchOperations(Operations):
             case ClampedSwiglu(alpha, limit):
                 gate = gate.clamp(max=limit)
                 torch.mul((up.clamp(-limit, limit) + 1.0) * gate, torch.sigmoid(alpha * gate), out=out)
+            case ClampedSilu(limit):
+                torch.mul(F.silu(gate.clamp(max=limit)), up.clamp(-limit, limit), out=out)
 
     def activate(self, kind: Activation, x: Tensor) -> None:
         _IN_PLACE[kind](x)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sightline.kernels.triton import greedy, pointwise, rotations, state_gates
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
@@ -31,6 +31,8 @@ def gate_rule(gate: Gate) -> GateRule:
             return GateRule(_KINDS[gate])
         case ClampedSwiglu(alpha, limit):
             return GateRule(GateKind.CLAMPED_SWIGLU, alpha, limit)
+        case ClampedSilu(limit):
+            return GateRule(GateKind.CLAMPED_SILU, limit=limit)
 
 
 class TritonOperations(Operations):

@@ -24,9 +24,9 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 _TABLE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 )
-TOKEN_TABLES = frozenset({"d2t", "t2d", "token_ordering"})
+TOKEN_TABLES = frozenset({"d2t", "t2d", "tid2eid", "token_ordering"})
 """Tensors that are no weights: drafters have them, to translate between their tokens and those of their target, or to
-order tokens."""
+order tokens, and routers, to list the experts of each token."""
 
 
 class SafetensorsFile:
