@@ -39,8 +39,9 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, IndexSpec, LatentSpec
+from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.bench.attention.shapes import Cost
 from sightline.bench.attention.timing import (

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.shared.page_rows import PageRows
-from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.core.batch import FULL
 from sightline.testing.conformance.rig import AttentionRig, Row

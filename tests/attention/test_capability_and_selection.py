@@ -17,8 +17,9 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, Requirement, lacks_package, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
+from sightline.attention.kinds import LATENT_ONLY, RECURRENT_ONLY, Feature, SpecKind
 from sightline.attention.selection import Candidate, Selection, select_backend
-from sightline.attention.spec import LATENT_ONLY, RECURRENT_ONLY, Feature, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.core import extensions
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError, NoBackendError

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sightline.attention.capability import HostLengths
 from sightline.attention.contents import batch_tensors
-from sightline.attention.spec import ENTRY_KINDS
+from sightline.attention.kinds import ENTRY_KINDS
 from sightline.cache.store import CacheStore
 from sightline.core.batch import FULL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape

@@ -25,9 +25,10 @@ from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
 from sightline.attention.capability import Capability
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepLimits, StepView
 from sightline.attention.groups import LayerGroup, group_layers
+from sightline.attention.kinds import Feature
 from sightline.attention.oracle.attention import attend_row
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.layout import Layout
 from sightline.cache.pools import CacheLimits

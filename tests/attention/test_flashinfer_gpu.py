@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
-from sightline.attention.spec import AttentionSpec, Feature, SoftmaxSpec
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import AttentionSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.core.device import detect_device

@@ -25,12 +25,13 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.groups import group_layers
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.latent.phases import plan_phases
 from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases, never_absorbed
 from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.shared.tiles import row_spans
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits
 from sightline.cache.store import CacheStore

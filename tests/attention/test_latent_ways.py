@@ -15,6 +15,7 @@ from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, StepLimits
 from sightline.attention.groups import group_layers
+from sightline.attention.kinds import Feature
 from sightline.attention.latent.phases import (
     Choose,
     PhaseKind,
@@ -28,7 +29,7 @@ from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.planner import Planner
 from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits
 from sightline.cache.store import CacheStore

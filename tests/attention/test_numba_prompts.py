@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("numba")
 
 from sightline.attention.backends.numba import calls
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import FULL
 from sightline.kernels.cpu.attend_kernel import AttendArguments
 from sightline.kernels.cpu.attend_tiles import BLOCK

@@ -19,7 +19,8 @@ pytest.importorskip("numba")
 from sightline.attention.backends.numba.backend import NumbaBackend
 from sightline.attention.backends.numba.latent_backend import NumbaLatentBackend
 from sightline.attention.contract import AttentionBackend
-from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.core.batch import CAUSAL, FULL
 from sightline.testing.conformance.rig import RigSetting, Row, Subject, tree_row
 from sightline.testing.conformance.steps import Step

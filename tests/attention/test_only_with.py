@@ -15,8 +15,9 @@ from sightline.attention.backends.registry import BUILT_IN, find, offer
 from sightline.attention.backends.torch.recurrent_backend import TorchRecurrentBackend
 from sightline.attention.capability import Capability, Ranks, Requirement, Work, refusals
 from sightline.attention.dimensions import Dimension
+from sightline.attention.kinds import Feature
 from sightline.attention.selection import Candidate, select_backend
-from sightline.attention.spec import Feature, RecurrentSpec
+from sightline.attention.spec import RecurrentSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import NoBackendError
 from sightline.testing.conformance.domains import domains_of

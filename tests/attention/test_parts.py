@@ -14,8 +14,9 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.bindings import divide
 from sightline.attention.capability import FEW_ROWS, Work
+from sightline.attention.kinds import Feature
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import FULL, Batch
 from sightline.core.errors import PlanError, StalePlanError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sightline.attention.bindings import GroupBinding
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import MaskKind, RowMask
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError

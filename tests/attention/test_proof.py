@@ -20,9 +20,10 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
 from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Dimension, Span
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from support.coverages import coverage_of, points_of

@@ -13,8 +13,9 @@ from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.backends.torch.recurrent_backend import TorchRecurrentBackend
 from sightline.attention.contract import AttentionBackend, CachePolicy
 from sightline.attention.declared_rows import not_here
+from sightline.attention.kinds import SpecKind
 from sightline.attention.oracle.recurrent import empty_state, empty_tail, recur_row
-from sightline.attention.spec import RecurrentSpec, SpecKind
+from sightline.attention.spec import RecurrentSpec
 from support.attention_cases import CPU_DEVICE
 from support.case_marks import proofs, routine
 from support.recurrent_cases import (

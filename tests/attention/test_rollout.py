@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sightline.attention.contract import StepLimits
+from sightline.attention.kinds import ENTRY_KINDS, Feature
 from sightline.attention.planner import Planner
 from sightline.attention.rollout import following_steps
-from sightline.attention.spec import ENTRY_KINDS, Feature
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig

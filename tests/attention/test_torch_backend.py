@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sightline.attention.backends.torch.backend import MIN_KEYS_IN_PLACE
+from sightline.attention.kinds import Feature
 from sightline.attention.shared import tiles
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.testing.conformance.rig import Row

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from sightline.attention.backends import registry
 from sightline.attention.coverage import Coverage
+from sightline.attention.kinds import SpecKind
 from sightline.attention.proof import Proof, ProofBook, utc_now
-from sightline.attention.spec import SpecKind
 from sightline.cache.table import PageTable
 from sightline.cli import app, main
 from sightline.core.config import EngineConfig, Quantization

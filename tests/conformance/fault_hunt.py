@@ -18,7 +18,7 @@ from functools import lru_cache
 from conformance.random_faults import Condition, Effect, Fault, draw_fault, subject_of
 from sightline.attention.coverage import Coverage
 from sightline.attention.dimensions import Dimension
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.core.device import detect_device
 from sightline.testing.conformance.case_run import try_case
 from sightline.testing.conformance.cases import Case

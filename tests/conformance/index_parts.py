@@ -22,9 +22,10 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
+from sightline.attention.kinds import INDEX_FEATURES, Feature, SpecKind
 from sightline.attention.oracle.attention import visible_keys
 from sightline.attention.oracle.index import stored_keys
-from sightline.attention.spec import INDEX_FEATURES, Feature, IndexSpec, SpecKind
+from sightline.attention.spec import IndexSpec
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.cache.table import PageTable

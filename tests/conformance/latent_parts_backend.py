@@ -23,8 +23,9 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import stored_entries, visible_keys
-from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.cache.pools import Pool
 
 LATENT = replace(

@@ -14,7 +14,7 @@ from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
 from conformance.mutants import MUTANTS, Mutant
 from conformance.sparse_mutants import SPARSE_MUTANTS
 from conformance.state_mutants import STATE_MUTANTS, StateMutant
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.trial import Check
 

@@ -26,7 +26,8 @@ from sightline.attention.contract import (
     SoftmaxQueries,
     StepView,
 )
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Lane
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES

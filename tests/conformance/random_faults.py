@@ -49,9 +49,9 @@ from sightline.attention.dimensions import (
     features_name,
     possible_span,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import loaded_entries, visible_keys
 from sightline.attention.proof import dtype_name
-from sightline.attention.spec import Feature, SpecKind
 from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.layout import Layout
 from sightline.cache.pools import Pool

@@ -22,7 +22,8 @@ from sightline.attention.contract import (
     RecurrentInputs,
     StepView,
 )
-from sightline.attention.spec import ConvolutionSpec, Feature, RecurrentSpec, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
+from sightline.attention.spec import ConvolutionSpec, RecurrentSpec
 from sightline.attention.workspace import Lane
 from sightline.cache.states import StatePool
 

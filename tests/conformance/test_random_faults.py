@@ -12,7 +12,7 @@ from conformance.random_faults import Condition, Effect, Fault, faulty_backend, 
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionPlan, BackendContext, StepView
 from sightline.attention.dimensions import Dimension, Point
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.testing.conformance.case_run import try_case
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.kit import Verdict, try_check

@@ -13,9 +13,9 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.proof import Proof, ProofBook
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.diagnose.capabilities import MatrixRow, capability_matrix, capability_page

@@ -14,7 +14,7 @@ import torch
 from sightline import RequestOutput
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability
-from sightline.attention.spec import Feature
+from sightline.attention.kinds import Feature
 from sightline.cache.store import NetworkCache
 from sightline.core.batch import RowMask
 from sightline.core.errors import NoBackendError

@@ -15,8 +15,8 @@ from sightline.attention.backends import registry
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability, Work
 from sightline.attention.groups import group_layers
+from sightline.attention.kinds import Feature
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger

@@ -9,7 +9,8 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
-from sightline.attention.spec import SoftmaxSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core import resolution
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig

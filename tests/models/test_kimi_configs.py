@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import BailingHybridConfig, MiniMaxConfig
 
-from sightline.attention.spec import LatentSpec, RecurrentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import LatentSpec, RecurrentSpec, SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.layers.activation import Activation

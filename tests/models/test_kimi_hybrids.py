@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError

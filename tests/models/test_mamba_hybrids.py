@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sightline.attention.contract import ConvWeights
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.core.ledger import Ledger
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.activation import Activation

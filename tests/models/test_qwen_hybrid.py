@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.core import resolution
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig, Quantization

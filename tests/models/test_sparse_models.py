@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from sightline.attention.groups import LayerGroup
-from sightline.attention.spec import IndexSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import IndexSpec
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger

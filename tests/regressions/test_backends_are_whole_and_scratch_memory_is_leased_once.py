@@ -30,8 +30,9 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.core.config import EngineConfig

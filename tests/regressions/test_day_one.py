@@ -19,9 +19,10 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability, Requirement
+from sightline.attention.kinds import Feature
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, select_backend
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig

@@ -27,8 +27,9 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.groups import group_layers
+from sightline.attention.kinds import Feature
 from sightline.attention.planner import GroupPlan, PlannedBatch, Planner, StepPlan
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import CONTEXT, FULL, Batch
 from sightline.core.errors import BatchError, PlanError, StalePlanError

@@ -15,8 +15,9 @@ from sightline.attention.backends import registry
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, FEW_ROWS, Capability, Ranks, Work
 from sightline.attention.groups import LayerGroup, group_layers
+from sightline.attention.kinds import Feature
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core import resolution
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, DeviceMemory, detect_device

@@ -16,7 +16,8 @@ from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
 from sightline.attention.dimensions import Company, Dimension, KeptStates, Reuse, Sharing, Span
 from sightline.attention.groups import LayerGroup, Loan
-from sightline.attention.spec import Feature, LatentSpec, RecurrentSpec, SoftmaxSpec
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import LatentSpec, RecurrentSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device

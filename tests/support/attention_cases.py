@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.spec import SoftmaxSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Subject
 

@@ -18,8 +18,9 @@ from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import ANY, Capability
 from sightline.attention.contract import AttentionBackend
+from sightline.attention.kinds import SpecKind
 from sightline.attention.latent import extend
-from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.device import DeviceKind
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Subject
 from support import fake_blackwell, torch_kernels

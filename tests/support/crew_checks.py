@@ -15,8 +15,8 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.dimensions import Dimension
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.trial import Check, Trial, fail

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.layers.activation import ClampedSwiglu
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention

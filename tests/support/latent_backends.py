@@ -14,8 +14,9 @@ import torch
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, Capability
 from sightline.attention.contract import AttentionBackend, LatentInputs
+from sightline.attention.kinds import SpecKind
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import LatentSpec, SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.core.device import DeviceKind
 from support import blackwell_adapters, fake_flash_attention, fake_flashinfer, torch_kernels
 

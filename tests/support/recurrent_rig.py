@@ -90,7 +90,7 @@ class StateRig:
     memory: PlanMemory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = StatePool(self.spec.states(LAYERS), self.num_slots, self.device)
+        self.pool = StatePool(self.spec.states(LAYERS, torch.float32), self.num_slots, self.device)
         self.pool.fill(range(1, self.num_slots), torch.nan)
         workspace = Workspace(self.device, 1 << 34, poison=True)
         limits = StepLimits(MAX_ROWS, MAX_TOKENS, MAX_TOKENS, (MAIN_LANE,), 0)

@@ -12,9 +12,10 @@ from torch import Tensor
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.backends.triton.backend import TritonBackend
 from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
+from sightline.attention.kinds import SpecKind
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.rollout import following_steps
-from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.batch import Batch, RowWork
 from sightline.core.device import DeviceKind
 from sightline.runner.batching import assemble

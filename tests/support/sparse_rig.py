@@ -23,8 +23,9 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import Feature, IndexSpec, LatentSpec
+from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits

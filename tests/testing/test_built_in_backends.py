@@ -12,9 +12,10 @@ from _pytest.mark.structures import ParameterSet
 from sightline.attention.backends import registry
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.contract import BackendContext
+from sightline.attention.kinds import ENTRY_KINDS, STATE_KINDS, SpecKind
 from sightline.attention.latent.phases import Choose, Way, cheapest_way
 from sightline.attention.shared.tiles import RowSpan
-from sightline.attention.spec import ENTRY_KINDS, STATE_KINDS, LatentSpec, RecurrentSpec, SpecKind
+from sightline.attention.spec import LatentSpec, RecurrentSpec
 from sightline.core.batch import MaskKind
 from sightline.core.device import detect_device
 from sightline.testing.conformance.checks import CHECKS

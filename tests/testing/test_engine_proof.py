@@ -17,9 +17,9 @@ from sightline.attention.capability import Work
 from sightline.attention.contract import StepView
 from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Dimension, Span
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SpecKind
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger

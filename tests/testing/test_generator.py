@@ -10,7 +10,7 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Company, Dimension, Span
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.core.device import detect_device
 from sightline.testing.conformance.case_run import try_case
 from sightline.testing.conformance.cases import Case

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sightline.attention.spec import SpecKind
+from sightline.attention.kinds import SpecKind
 from sightline.testing.conformance.checks import CHECKS
 
 pytest_plugins = ["pytester"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
-from sightline.attention.spec import ENTRY_KINDS, STATE_KINDS, Feature, LatentSpec, RecurrentSpec, SpecKind
+from sightline.attention.kinds import ENTRY_KINDS, STATE_KINDS, Feature, SpecKind
+from sightline.attention.spec import LatentSpec, RecurrentSpec
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.problem import EntryProblem, Problem, StateProblem
@@ -130,7 +131,7 @@ def test_the_state_behind_a_context_changes_every_heads_output(problem: StatePro
 @OF_STATES
 def test_states_have_the_shapes_of_the_planes(problem: StateProblem[Any, Any]) -> None:
     spec = problem.with_features(problem.plain((16,), (1, 2)), (), 4, unit_keys=False)
-    shapes = [plane.shape for plane in spec.states(1).planes]
+    shapes = [plane.shape for plane in spec.states(1, torch.float32).planes]
     assert [tuple(each.shape) for each in problem.random_state(spec, normal())] == shapes
     assert [tuple(each.shape) for each in problem.empty(spec)] == shapes
     answer = problem.answer(spec, problem.random_inputs(spec, 3, normal()), problem.empty(spec))

@@ -15,10 +15,10 @@ from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability
 from sightline.attention.declared_rows import Unloadable, row_labels
 from sightline.attention.dimensions import Dimension, Value
+from sightline.attention.kinds import SpecKind
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.proof import Proof, ProofBook, dtype_name
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.kit import Verdict

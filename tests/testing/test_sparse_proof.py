@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sightline.attention.dimensions import Dimension
+from sightline.attention.kinds import SpecKind
 from sightline.attention.proof import ProofBook
-from sightline.attention.spec import SpecKind
 from sightline.core.config import EngineConfig
 from sightline.testing.conformance.engine_proof import EngineReport, prove_engine
 from support.tiny_sparse import TOP_K, make_sparse

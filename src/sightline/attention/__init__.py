@@ -16,8 +16,9 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.shared.merge import merge_parts
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 

@@ -12,7 +12,7 @@ from typing import Any
 from sightline.attention.capability import Capability, HostLengths, Work, decode_work
 from sightline.attention.contract import AttentionBackend, CachePolicy, StepView
 from sightline.attention.groups import LayerGroup
-from sightline.attention.spec import Feature
+from sightline.attention.kinds import Feature
 from sightline.cache.pools import GroupCache
 from sightline.core.batch import Batch, MaskKind
 from sightline.core.errors import ConfigError, PlanError

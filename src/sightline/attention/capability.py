@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from sightline.attention.coverage import Demand
-from sightline.attention.spec import RECURRENT_ONLY, AttentionSpec, Feature, SpecKind
+from sightline.attention.kinds import RECURRENT_ONLY, Feature, SpecKind
+from sightline.attention.spec import AttentionSpec
 from sightline.core.device import Device, DeviceKind
 
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
+from sightline.attention.compressed.inputs import CompressedIndexInputs, CompressedInputs
+from sightline.attention.kinds import Feature
 from sightline.attention.shared.tile_tokens import TileTokens
-from sightline.attention.spec import AttentionSpec, Feature
+from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
 from sightline.cache.states import STATES
@@ -374,7 +376,11 @@ class ConvolutionInputs:
         return replace(self, x=self.x[tokens])
 
 
-AttentionInputs: TypeAlias = SoftmaxQueries | LatentInputs | RecurrentInputs | ConvolutionInputs | IndexInputs
+ChoiceInputs: TypeAlias = IndexInputs | CompressedIndexInputs
+"""The inputs of one layer's indexer."""
+AttentionInputs: TypeAlias = (
+    SoftmaxQueries | LatentInputs | RecurrentInputs | ConvolutionInputs | CompressedInputs | ChoiceInputs
+)
 """The inputs for one kind of spec. Those of a layer with its own softmax entries are `SoftmaxInputs`."""
 
 
@@ -395,8 +401,8 @@ class AttentionPlan(ABC, Generic[TakenT]):
 
         `out` is contiguous and keeps its contents for padding tokens. Returns the LSE if and only if the step needs it,
         in its own memory: one row per token, undefined for padding. An indexer writes its choice to `out` [num_tokens,
-        top_k] int32, as `LatentInputs.chosen` says, and nothing there if the step is not sparse. A score that is NaN
-        counts as the highest.
+        top_k] int32, as the inputs of its readers say (`LatentInputs.chosen`, `CompressedInputs.chosen`), and nothing
+        there if the step is not sparse. A score that is NaN counts as the highest.
         """
 
 

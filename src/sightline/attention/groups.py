@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SpecKind
+from sightline.attention.kinds import CHOOSING_KINDS, Feature
+from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.cache.spec import NO_STATES, GroupCacheSpec, ScalesByPlane
 
 
@@ -43,13 +44,13 @@ class LayerGroup:
 
     @property
     def is_recurrent(self) -> bool:
-        """True if it keeps a state per sequence, not entries per token."""
-        return bool(self.spec.states(len(self.layers)).planes)
+        """True if it keeps a state per sequence, beside or instead of entries in pages."""
+        return bool(self.spec.states(len(self.layers), torch.float32).planes)
 
     @property
     def chooses(self) -> bool:
         """True if its layers are indexers: what they give is a choice of tokens, not an output of attention."""
-        return self.spec.kind is SpecKind.INDEX
+        return self.spec.kind in CHOOSING_KINDS
 
     @property
     def reads_choice(self) -> bool:
@@ -78,7 +79,7 @@ class LayerGroup:
         own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
         count = len(self.layers)
         on_host = with_hot_entries and self.reads_choice
-        return GroupCacheSpec(self.name, self.spec.pools(count, dtype, own), self.spec.states(count), on_host)
+        return GroupCacheSpec(self.name, self.spec.pools(count, dtype, own), self.spec.states(count, dtype), on_host)
 
 
 Lenders: TypeAlias = Mapping[int, int]
@@ -89,7 +90,7 @@ def group_layers(
     specs: Sequence[AttentionSpec | None],
     network: str = "",
     lenders: Lenders | None = None,
-    indexers: Mapping[int, IndexSpec] | None = None,
+    indexers: Mapping[int, IndexingSpec] | None = None,
 ) -> tuple[LayerGroup, ...]:
     """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network.
 
@@ -113,7 +114,7 @@ def group_layers(
 
 
 def _index_layers(
-    specs: Sequence[AttentionSpec | None], indexers: Mapping[int, IndexSpec], network: str
+    specs: Sequence[AttentionSpec | None], indexers: Mapping[int, IndexingSpec], network: str
 ) -> tuple[LayerGroup, ...]:
     """Groups indexers by equal spec, and checks that every layer that reads a choice has one at or before it."""
     chosen: int | None = None
@@ -124,7 +125,7 @@ def _index_layers(
                 f"expected an indexer that chooses {spec.top_k} tokens for layer {layer}, in it or before it, got "
                 f"{'none' if chosen is None else f'one that chooses {chosen}'}"
             )
-    members: dict[IndexSpec, list[int]] = {}
+    members: dict[IndexingSpec, list[int]] = {}
     for layer in sorted(indexers):
         members.setdefault(indexers[layer], []).append(layer)
     return tuple(

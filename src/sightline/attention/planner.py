@@ -30,17 +30,17 @@ from sightline.attention.contract import (
     AttentionInputs,
     AttentionPlan,
     CachePolicy,
-    IndexInputs,
+    ChoiceInputs,
     Lse,
     StepLimits,
     StepView,
 )
 from sightline.attention.fingerprint import changed_parts, fingerprint_tensors
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import Feature
 from sightline.attention.lanes import Depth, LaneGuard
 from sightline.attention.places import LayerPlace, last_before, layer_places
 from sightline.attention.rollout import REPEAT_ROLLOUT, LeasedSets, Renewal
-from sightline.attention.spec import Feature
 from sightline.attention.streams import HERE, PlanStream
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
@@ -128,7 +128,7 @@ class PlannedBatch:
         """Runs one model layer's attention, cache write included."""
         return self._run(self.plan.places[layer], inputs, out)
 
-    def choose(self, layer: int, inputs: IndexInputs) -> Tensor | None:
+    def choose(self, layer: int, inputs: ChoiceInputs) -> Tensor | None:
         """Runs one model layer's indexer, which keeps its keys.
 
         Returns what it chose, [num_tokens, top_k] int32, which is valid until an indexer of the same group chooses

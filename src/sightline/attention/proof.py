@@ -27,8 +27,8 @@ import torch
 from sightline.attention.capability import Capability, Requirement
 from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Dimension, Value
+from sightline.attention.kinds import PAGED_KINDS
 from sightline.attention.selection import Candidate, Doubt
-from sightline.attention.spec import PAGED_KINDS
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__

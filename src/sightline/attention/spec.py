@@ -7,74 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar, TypeAlias
 
 import torch
 
+from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec
 from sightline.attention.dimensions import Dimension, Value
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.cache.spec import NO_STATES, SCALED_DTYPES, PlaneSpec, PoolSpec, ScalesByPlane, StateSpec
-
-
-class SpecKind(Enum):
-    """Families of attention; each has its own inputs and pools."""
-
-    SOFTMAX = "softmax"
-    LATENT = "latent"
-    RECURRENT = "recurrent"
-    CONVOLUTION = "convolution"
-    INDEX = "index"
-    """Chooses the tokens that a layer of sparse attention reads."""
-
-
-class Feature(Enum):
-    """Features that a spec, a batch or a caller may need beyond plain causal attention."""
-
-    WINDOW = "window"
-    SOFTCAP = "softcap"
-    SINKS = "sinks"
-    NON_CAUSAL = "non-causal"
-    TREE_MASK = "tree-mask"
-    LSE = "lse"
-    SHARED_CACHE = "shared-cache"
-    """Layers read entries that another layer wrote, and write none (`CachePolicy.BORROWED`); new tokens may see the
-    context alone (`MaskKind.CONTEXT`)."""
-    DETERMINISTIC = "deterministic"
-    """The same step gives bitwise equal results."""
-    BATCH_INVARIANT = "batch-invariant"
-    """A row's result does not depend, bit for bit, on the other rows."""
-    SEVERAL_PLANS = "several-plans"
-    """Several plans of one lane may be alive at once: all that they derive is in their own plan buffers."""
-    DELTA_RULE = "delta-rule"
-    """A recurrent layer stores the difference between a value and what its key recalls, not the value itself."""
-    CHANNEL_DECAY = "channel-decay"
-    """Every key dimension of a recurrent state decays at its own rate, not all of a head at one."""
-    SKIP = "skip"
-    """A recurrent layer adds a multiple of each value to its output."""
-    SPARSE = "sparse"
-    """A query attends only to the entries that an indexer chose for it."""
-
-
-SOFTMAX_ONLY = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.SHARED_CACHE})
-"""Features that latent attention does not have."""
-LATENT_ONLY = frozenset({Feature.SPARSE})
-"""Features that softmax attention over keys and values does not have."""
-RECURRENT_ONLY = frozenset({Feature.DELTA_RULE, Feature.CHANNEL_DECAY, Feature.SKIP})
-"""Features of recurrent layers alone."""
-PLAN_FEATURES = frozenset({Feature.DETERMINISTIC, Feature.BATCH_INVARIANT, Feature.SEVERAL_PLANS})
-"""Features that say how a backend computes, not what."""
-ENTRY_KINDS = frozenset({SpecKind.SOFTMAX, SpecKind.LATENT})
-"""Layers that attend to an entry of each token."""
-PAGED_KINDS = ENTRY_KINDS | {SpecKind.INDEX}
-"""Layers that keep something of each token in pages."""
-STATE_KINDS = frozenset({SpecKind.RECURRENT, SpecKind.CONVOLUTION})
-"""Layers that keep a state for each sequence."""
-RECURRENT_FEATURES = RECURRENT_ONLY | PLAN_FEATURES
-"""Every feature that a recurrent layer may need."""
-CONVOLUTION_FEATURES = PLAN_FEATURES
-"""Every feature that a convolution may need."""
-INDEX_FEATURES = LATENT_ONLY | PLAN_FEATURES | {Feature.NON_CAUSAL, Feature.TREE_MASK}
-"""Every feature that an indexer may need."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +32,7 @@ class SoftmaxSpec:
     sinks: bool = False
     """Each head has a learned logit that adds to the softmax denominator and contributes no value."""
     top_k: ClassVar[None] = None
+    tokens_per_entry: ClassVar[int] = 1
     """None: a query attends to every key that it sees."""
     proof_values: ClassVar[Mapping[Dimension, Value]] = {}
     """Values that a proof must cover, beyond heads and features: none."""
@@ -152,9 +93,9 @@ class SoftmaxSpec:
         planes = tuple(PlaneSpec.scaled(name, entry, dtype, scales) for name in ("k", "v"))
         return (PoolSpec("kv", planes, num_layers),)
 
-    def states(self, num_layers: int) -> StateSpec:
+    def states(self, num_layers: int, dtype: torch.dtype) -> StateSpec:
         """None: a token's entry never changes."""
-        del num_layers
+        del num_layers, dtype
         return NO_STATES
 
 
@@ -178,6 +119,7 @@ class LatentSpec:
     """A query attends to at most this many entries, which an indexer chooses; None: to all that it sees."""
     window: ClassVar[None] = None
     """None: a query may see every key before it."""
+    tokens_per_entry: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -231,9 +173,9 @@ class LatentSpec:
         """One row [latent | rope] per token and layer; `dtype` is the cache's, `scales` are for these layers."""
         return (PoolSpec("latent", (PlaneSpec.scaled("entry", (self.head_dim,), dtype, scales),), num_layers),)
 
-    def states(self, num_layers: int) -> StateSpec:
+    def states(self, num_layers: int, dtype: torch.dtype) -> StateSpec:
         """None: a token's entry never changes."""
-        del num_layers
+        del num_layers, dtype
         return NO_STATES
 
 
@@ -271,6 +213,7 @@ class RecurrentSpec:
     window: ClassVar[None] = None
     """None: a token sees the state, not keys."""
     top_k: ClassVar[None] = None
+    tokens_per_entry: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_key_heads:
@@ -347,8 +290,9 @@ class RecurrentSpec:
         del num_layers, dtype, scales
         return ()
 
-    def states(self, num_layers: int) -> StateSpec:
+    def states(self, num_layers: int, dtype: torch.dtype) -> StateSpec:
         """What is kept of each sequence: the state of every head, and the last inputs of the convolution."""
+        del dtype
         state = PlaneSpec("state", (self.num_heads, self.key_dim, self.value_dim), torch.float32)
         tail = PlaneSpec("tail", (self.channels, self.conv_width - 1), torch.float32)
         return StateSpec((state, tail) if self.conv_width else (state,), num_layers)
@@ -369,6 +313,7 @@ class ConvolutionSpec:
     window: ClassVar[None] = None
     """None: the width is part of the computation."""
     top_k: ClassVar[None] = None
+    tokens_per_entry: ClassVar[int] = 1
     features: ClassVar[frozenset[Feature]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -410,8 +355,9 @@ class ConvolutionSpec:
         del num_layers, dtype, scales
         return ()
 
-    def states(self, num_layers: int) -> StateSpec:
+    def states(self, num_layers: int, dtype: torch.dtype) -> StateSpec:
         """What is kept of each sequence: its last inputs."""
+        del dtype
         return StateSpec((PlaneSpec("tail", (self.channels, self.width - 1), torch.float32),), num_layers)
 
 
@@ -430,6 +376,7 @@ class IndexSpec:
     top_k: int
     window: ClassVar[None] = None
     """None: a query sees every key before it."""
+    tokens_per_entry: ClassVar[int] = 1
     features: ClassVar[frozenset[Feature]] = frozenset({Feature.SPARSE})
 
     def __post_init__(self) -> None:
@@ -477,12 +424,14 @@ class IndexSpec:
             planes.append(PlaneSpec("scale", (1,), torch.float32))
         return (PoolSpec("index", tuple(planes), num_layers),)
 
-    def states(self, num_layers: int) -> StateSpec:
+    def states(self, num_layers: int, dtype: torch.dtype) -> StateSpec:
         """None: a token's key never changes."""
-        del num_layers
+        del num_layers, dtype
         return NO_STATES
 
 
 EntrySpec: TypeAlias = SoftmaxSpec | LatentSpec
 """Layers that attend to an entry of each token."""
-AttentionSpec: TypeAlias = EntrySpec | RecurrentSpec | ConvolutionSpec | IndexSpec
+IndexingSpec: TypeAlias = IndexSpec | CompressedIndexSpec
+"""Indexers."""
+AttentionSpec: TypeAlias = EntrySpec | RecurrentSpec | ConvolutionSpec | CompressedSpec | IndexingSpec

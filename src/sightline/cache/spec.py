@@ -52,8 +52,12 @@ class PoolSpec:
     name: str
     planes: tuple[PlaneSpec, ...]
     num_layers: int
+    tokens_per_entry: int = 1
+    """Entry i stands for tokens i * tokens_per_entry up to (i + 1) * tokens_per_entry - 1; the last one writes it."""
 
     def __post_init__(self) -> None:
+        if self.tokens_per_entry < 1:
+            raise ValueError(f"expected at least 1 token per entry, got {self.tokens_per_entry}")
         for plane in self.planes:
             if plane.scales is not None and len(plane.scales) != self.num_layers:
                 raise ValueError(

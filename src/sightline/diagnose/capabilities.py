@@ -12,9 +12,9 @@ from typing import Any
 from sightline.attention.capability import Capability, Work
 from sightline.attention.declared_rows import Unloadable, not_here, row_labels
 from sightline.attention.dimensions import Dimension, Value
+from sightline.attention.kinds import Feature
 from sightline.attention.proof import Proof, ProofBook, declared
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.runner.missing import MissingPackage, missing_packages

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, IndexSpec
+from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import RowMask
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
@@ -116,7 +116,7 @@ class Definition(ABC):
         return {}
 
     @property
-    def indexers(self) -> Mapping[int, IndexSpec]:
+    def indexers(self) -> Mapping[int, IndexingSpec]:
         """The layers that choose which tokens they, and layers behind them, attend to."""
         return {}
 
@@ -188,7 +188,8 @@ class EmbedderDefinition(Definition):
 
     def step_costs(self) -> tuple[float, float]:
         """Counts multiplications."""
-        token, context = self.token_weights, 0
+        token: float = self.token_weights
+        context: float = 0
         for spec in (*self.attention_specs(), *self.indexers.values()):
             of_token, of_pair = (0, 0) if spec is None else spec.step_costs()
             token, context = token + of_token, context + of_pair

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sightline.attention.groups import Lenders
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, IndexSpec
+from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection, Unnormed
@@ -147,7 +147,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return {index: each.lender for index, each in enumerate(self.layers) if each.lender is not None}
 
     @property
-    def indexers(self) -> Mapping[int, IndexSpec]:
+    def indexers(self) -> Mapping[int, IndexingSpec]:
         found = {index: each.attention.indexer for index, each in enumerate(self.layers)}
         return {index: indexer.spec for index, indexer in found.items() if indexer is not None}
 

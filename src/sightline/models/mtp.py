@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, IndexSpec
+from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.errors import ConfigError
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
@@ -85,7 +85,7 @@ class MtpModuleDefinition(Definition):
         return self.network.attention_specs()
 
     @property
-    def indexers(self) -> Mapping[int, IndexSpec]:
+    def indexers(self) -> Mapping[int, IndexingSpec]:
         return self.network.indexers
 
     def step_costs(self) -> tuple[float, float]:

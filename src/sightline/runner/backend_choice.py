@@ -8,8 +8,8 @@ from typing import TypeAlias
 from sightline.attention.backends import registry
 from sightline.attention.capability import ANY, Work, decode_work
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import SpecKind
 from sightline.attention.selection import Candidate, Offer, Selection
-from sightline.attention.spec import SpecKind
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 

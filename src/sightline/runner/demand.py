@@ -27,8 +27,8 @@ from sightline.attention.dimensions import (
     features_name,
 )
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import Feature
 from sightline.attention.proof import dtype_name
-from sightline.attention.spec import Feature
 from sightline.core.batch import MaskKind
 from sightline.core.resolution import ResolvedConfig
 

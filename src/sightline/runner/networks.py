@@ -16,8 +16,8 @@ from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, EntryCoordinator, StepLimits
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import Feature
 from sightline.attention.planner import Planner
-from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind

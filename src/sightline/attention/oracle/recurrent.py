@@ -37,7 +37,7 @@ class RecurrentRow(NamedTuple):
 
 def empty_tail(spec: RecurrentSpec | ConvolutionSpec) -> Tensor:
     """[channels, width - 1]: the inputs of a convolution before the first token."""
-    planes = {plane.name: plane for plane in spec.states(1).planes}
+    planes = {plane.name: plane for plane in spec.states(1, torch.float32).planes}
     return torch.zeros(planes["tail"].shape)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import CachePolicy, StepView
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import loaded_entries, stored_entries, visible_keys
-from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.attention.spec import AttentionSpec
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.cache.states import StatePool

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sightline.attention.spec import LatentSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.bench.attention.contenders import Contender, Origin
 from sightline.bench.attention.data import ShapeData
 from sightline.bench.attention.shapes import RowKind, Shape

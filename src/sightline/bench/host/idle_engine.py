@@ -21,9 +21,10 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import ANY, Capability, HostLengths, Work
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, SoftmaxInputs, StepView
 from sightline.attention.groups import group_layers
+from sightline.attention.kinds import SpecKind
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, Selection
-from sightline.attention.spec import SoftmaxSpec, SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.bench.host.load import PAGE_SIZE, PREFIX_PAGES, Load, cache_prefixes, caller_of, random_lengths
 from sightline.core.batch import CAUSAL
 from sightline.core.config import PADDING_PAGES, Quantization

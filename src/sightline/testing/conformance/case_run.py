@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
+from sightline.attention.kinds import ENTRY_KINDS, PAGED_KINDS, STATE_KINDS, Feature, SpecKind
 from sightline.attention.oracle.dtypes import dtype_named
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import ENTRY_KINDS, PAGED_KINDS, STATE_KINDS, Feature, SpecKind
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.testing.conformance.cases import GOES_ON_BY, OTHERS, Case

@@ -29,7 +29,7 @@ from sightline.attention.dimensions import (
     Sharing,
     Value,
 )
-from sightline.attention.spec import STATE_KINDS, Feature, SpecKind
+from sightline.attention.kinds import STATE_KINDS, Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
 from sightline.testing.conformance.rig import Row, tree_row
 

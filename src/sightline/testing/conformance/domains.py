@@ -27,9 +27,9 @@ from sightline.attention.dimensions import (
     features_name,
     is_sparse,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.proof import dtype_name
-from sightline.attention.spec import Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind

@@ -32,7 +32,7 @@ from sightline.attention.dimensions import (
     is_sparse,
     possible_span,
 )
-from sightline.attention.spec import Feature
+from sightline.attention.kinds import Feature
 from sightline.testing.conformance.cases import TIGHT, Case
 from sightline.testing.conformance.domains import Domains, borders
 from sightline.testing.conformance.goals import DERIVED, HIGH, LEAST_WINDOW, LOW, End, Goal, Goals, needs_longer_rows

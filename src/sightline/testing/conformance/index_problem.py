@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY
 from sightline.attention.contract import IndexInputs
-from sightline.attention.spec import INDEX_FEATURES, Feature, IndexSpec, SpecKind
+from sightline.attention.kinds import INDEX_FEATURES, Feature, SpecKind
+from sightline.attention.spec import IndexSpec
 from sightline.testing.conformance.problem import Entries, ExpandedDims, Normal, PagedProblem
 
 _TOP_K = 4

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sightline.attention.contract import AttentionInputs, Lse
+from sightline.attention.kinds import Feature
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import Batch
 from sightline.runner.batching import assemble_transient

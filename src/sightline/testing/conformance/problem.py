@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY, Wildcard
 from sightline.attention.contract import InputsT, SpecT
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.cache.spec import PlaneSpec
 
 Entries: TypeAlias = tuple[Tensor, ...]
@@ -179,7 +179,7 @@ class StateProblem(Problem[SpecT, InputsT]):
 
     def planes(self, spec: SpecT) -> tuple[PlaneSpec, ...]:
         """Returns the planes of a state, in the order of `State`."""
-        return spec.states(1).planes
+        return spec.states(1, torch.float32).planes
 
     def empty(self, spec: SpecT) -> State:
         """Returns the state before the first token."""

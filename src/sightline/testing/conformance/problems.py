@@ -15,16 +15,9 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY
 from sightline.attention.contract import LatentInputs, SoftmaxInputs
+from sightline.attention.kinds import LATENT_ONLY, RECURRENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.attention.oracle.attention import attend_latent_row, attend_row
-from sightline.attention.spec import (
-    LATENT_ONLY,
-    RECURRENT_ONLY,
-    SOFTMAX_ONLY,
-    Feature,
-    LatentSpec,
-    SoftmaxSpec,
-    SpecKind,
-)
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.testing.conformance.index_problem import IndexProblem, beside_nan
 from sightline.testing.conformance.problem import Entries, EntryProblem, ExpandedDims, Normal, Problem, needle_score
 from sightline.testing.conformance.state_problems import ConvolutionProblem, RecurrentProblem

@@ -17,10 +17,11 @@ from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.groups import LayerGroup, Lenders, group_layers
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import stored_entries
 from sightline.attention.planner import Planner
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, IndexSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, Pool

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from sightline.attention.declared_rows import Unloadable, not_here, row_labels
+from sightline.attention.kinds import SpecKind
 from sightline.attention.proof import Identity
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import SpecKind
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.rig import Subject

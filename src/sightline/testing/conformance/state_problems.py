@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY
 from sightline.attention.contract import ConvolutionInputs, ConvWeights, RecurrentInputs
+from sightline.attention.kinds import PLAN_FEATURES, RECURRENT_ONLY, Feature, SpecKind
 from sightline.attention.oracle.recurrent import convolve_row, recur_row
-from sightline.attention.spec import PLAN_FEATURES, RECURRENT_ONLY, ConvolutionSpec, Feature, RecurrentSpec, SpecKind
+from sightline.attention.spec import ConvolutionSpec, RecurrentSpec
 from sightline.testing.conformance.problem import ExpandedDims, Normal, State, StateAnswer, StateProblem
 
 _LARGE = 128

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sightline.attention.dimensions import Point
 from sightline.attention.groups import Lenders
+from sightline.attention.kinds import ENTRY_KINDS, STATE_KINDS, Feature, SpecKind
 from sightline.attention.oracle.dtypes import _DTYPES, cache_dtypes, compute_dtypes
-from sightline.attention.spec import ENTRY_KINDS, STATE_KINDS, AttentionSpec, Feature, SpecKind
+from sightline.attention.spec import AttentionSpec
 from sightline.cache.layout import Layout
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind

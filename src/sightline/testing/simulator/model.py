@@ -29,8 +29,9 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, Feature, IndexSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, IndexSpec, SoftmaxSpec
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch

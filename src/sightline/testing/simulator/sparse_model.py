@@ -25,8 +25,9 @@ from sightline.attention.contract import (
     LatentInputs,
     StepView,
 )
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import visible_keys
-from sightline.attention.spec import Feature, IndexSpec, LatentSpec, SpecKind
+from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.cache.pools import Pool
 from sightline.core.device import DeviceKind
 from sightline.testing.simulator.numbers import DTYPE

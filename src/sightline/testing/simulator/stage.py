@@ -14,8 +14,8 @@ import torch
 from sightline.attention.capability import Work
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.groups import LayerGroup
+from sightline.attention.kinds import SpecKind
 from sightline.attention.selection import Candidate, Selection
-from sightline.attention.spec import SpecKind
 from sightline.cache.blocks import BlockStore
 from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch

@@ -18,7 +18,8 @@ from torch import Tensor
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, RecurrentInputs, StepView
-from sightline.attention.spec import RecurrentSpec, SpecKind
+from sightline.attention.kinds import SpecKind
+from sightline.attention.spec import RecurrentSpec
 from sightline.core.device import DeviceKind
 from sightline.core.errors import PlanError
 from sightline.testing.simulator.numbers import DTYPE

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 RANKS = Ranks(prefill=5, decode=-5, few=-5)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 PACKAGE = "flash_attn.cute"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import (
+from sightline.attention.kinds import (
     CONVOLUTION_FEATURES,
     LATENT_ONLY,
     RECURRENT_FEATURES,

@@ -19,9 +19,10 @@ from sightline.attention.contract import (
     SoftmaxQueries,
     StepView,
 )
+from sightline.attention.kinds import LATENT_ONLY, RECURRENT_ONLY, Feature, SpecKind
 from sightline.attention.oracle.attention import attend_row
 from sightline.attention.oracle.rows import ReferenceStep, reference_capability
-from sightline.attention.spec import LATENT_ONLY, RECURRENT_ONLY, Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
 
 

@@ -17,9 +17,10 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
+from sightline.attention.kinds import CONVOLUTION_FEATURES, SpecKind
 from sightline.attention.oracle.recurrent import convolve_row, empty_tail
 from sightline.attention.oracle.rows import StateRow, reference_capability, state_rows
-from sightline.attention.spec import CONVOLUTION_FEATURES, ConvolutionSpec, SpecKind
+from sightline.attention.spec import ConvolutionSpec
 from sightline.cache.states import StatePool
 
 

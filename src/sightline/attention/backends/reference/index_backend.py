@@ -11,9 +11,10 @@ from torch import Tensor
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, IndexInputs, Lse, StepView
+from sightline.attention.kinds import INDEX_FEATURES, SpecKind
 from sightline.attention.oracle.index import choose_tokens, index_scores, stored_keys
 from sightline.attention.oracle.rows import ReferenceRow, ReferenceStep, reference_capability
-from sightline.attention.spec import INDEX_FEATURES, IndexSpec, SpecKind
+from sightline.attention.spec import IndexSpec
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
 

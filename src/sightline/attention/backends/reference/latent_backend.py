@@ -22,10 +22,11 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
+from sightline.attention.kinds import RECURRENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.oracle.index import chosen_mask
 from sightline.attention.oracle.rows import ReferenceStep, reference_capability
-from sightline.attention.spec import RECURRENT_ONLY, SOFTMAX_ONLY, Feature, LatentSpec, SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.cache.pools import Pool
 
 

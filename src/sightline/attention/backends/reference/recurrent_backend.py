@@ -10,9 +10,10 @@ from torch import Tensor
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, RecurrentInputs, StepView
+from sightline.attention.kinds import RECURRENT_FEATURES, SpecKind
 from sightline.attention.oracle.recurrent import empty_state, empty_tail, recur_row
 from sightline.attention.oracle.rows import StateRow, reference_capability, state_rows
-from sightline.attention.spec import RECURRENT_FEATURES, RecurrentSpec, SpecKind
+from sightline.attention.spec import RecurrentSpec
 from sightline.cache.states import StatePool
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 LATENT_ROWS: tuple[Capability, ...] = (

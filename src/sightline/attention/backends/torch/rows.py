@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sightline.attention.capability import ANY, Capability, HostLengths
-from sightline.attention.spec import (
+from sightline.attention.kinds import (
     CONVOLUTION_FEATURES,
     INDEX_FEATURES,
     LATENT_ONLY,

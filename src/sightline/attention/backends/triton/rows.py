@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
-from sightline.attention.spec import LATENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
+from sightline.attention.kinds import LATENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

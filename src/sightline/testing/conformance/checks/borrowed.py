@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sightline.attention.spec import ENTRY_KINDS, Feature
+from sightline.attention.kinds import ENTRY_KINDS, Feature
 from sightline.cache.layout import Layout
 from sightline.core.batch import CONTEXT
 from sightline.testing.conformance.checks.cache import snapshot

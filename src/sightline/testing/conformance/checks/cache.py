@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sightline.attention.spec import PAGED_KINDS
+from sightline.attention.kinds import PAGED_KINDS
 from sightline.cache.layout import Layout, walk_slots
 from sightline.testing.conformance.rig import AttentionRig, Row, Unused
 from sightline.testing.conformance.steps import bits

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.dtypes import compute_dtypes, scaled_dtypes
-from sightline.attention.spec import Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.testing.conformance.checks.features import tree_rows

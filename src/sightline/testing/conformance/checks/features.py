@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.spec import ENTRY_KINDS, PAGED_KINDS, RECURRENT_ONLY, AttentionSpec, Feature, SpecKind
+from sightline.attention.kinds import ENTRY_KINDS, PAGED_KINDS, RECURRENT_ONLY, Feature, SpecKind
+from sightline.attention.spec import AttentionSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.testing.conformance.rig import Row, Unused, tree_row

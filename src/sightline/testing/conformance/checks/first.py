@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sightline.attention.kinds import ENTRY_KINDS
 from sightline.attention.oracle.dtypes import compute_dtypes
-from sightline.attention.spec import ENTRY_KINDS
 from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Trial, check

@@ -9,7 +9,8 @@ import torch
 
 from sightline.attention.capability import GraphLevel
 from sightline.attention.contract import AttentionInputs
-from sightline.attention.spec import AttentionSpec, Feature
+from sightline.attention.kinds import Feature
+from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.device import DeviceKind
 from sightline.testing.conformance.layer_step import LayerStep, tensors_of, to_device

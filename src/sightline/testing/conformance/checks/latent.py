@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
+from sightline.attention.spec import LatentSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.testing.conformance.checks.features import LSE

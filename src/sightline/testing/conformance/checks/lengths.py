@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import HostLengths
-from sightline.attention.spec import PAGED_KINDS, Feature
+from sightline.attention.kinds import PAGED_KINDS, Feature
 from sightline.core.batch import FULL
 from sightline.core.lengths import Lengths
 from sightline.testing.conformance.rig import Row, Subject

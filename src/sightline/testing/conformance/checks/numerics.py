@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from sightline.attention.kinds import ENTRY_KINDS, PAGED_KINDS, Feature
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
-from sightline.attention.spec import ENTRY_KINDS, PAGED_KINDS, Feature
 from sightline.testing.conformance.layer_step import HostOutput
 from sightline.testing.conformance.rig import RigSetting, Row
 from sightline.testing.conformance.steps import Step

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from sightline.attention.kinds import PAGED_KINDS
 from sightline.attention.oracle.dtypes import compute_dtypes
-from sightline.attention.spec import PAGED_KINDS
 from sightline.cache.layout import Layout
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.testing.conformance.rig import Row, Subject, Unused

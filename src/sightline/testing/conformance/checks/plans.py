@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sightline.attention.kinds import PAGED_KINDS, Feature
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.rollout import following_steps
-from sightline.attention.spec import PAGED_KINDS, AttentionSpec, Feature
+from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError

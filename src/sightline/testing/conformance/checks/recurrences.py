@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sightline.attention.kinds import RECURRENT_ONLY, STATE_KINDS, Feature, SpecKind
 from sightline.attention.oracle.dtypes import compute_dtypes
-from sightline.attention.spec import RECURRENT_ONLY, STATE_KINDS, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.testing.conformance.rig import Row, Unused
 from sightline.testing.conformance.state_steps import StateStep

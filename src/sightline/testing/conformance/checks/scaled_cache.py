@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sightline.attention.kinds import ENTRY_KINDS
 from sightline.attention.oracle.dtypes import compute_dtypes, scaled_dtypes
-from sightline.attention.spec import ENTRY_KINDS
 from sightline.cache.layout import Layout, walk_slots
 from sightline.testing.conformance.rig import PLAIN_SCALES, SCALES, AttentionRig, Row, Subject, as_bytes
 from sightline.testing.conformance.steps import Step

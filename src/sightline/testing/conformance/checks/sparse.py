@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.testing.conformance.checks.features import BLIND, LSE, tree_rows

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.spec import STATE_KINDS, Feature, SpecKind
+from sightline.attention.kinds import STATE_KINDS, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import PADDING_SLOT
 from sightline.core.device import DeviceKind, available_bytes

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.kinds import Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 BLACKWELL = frozenset({(10, 0), (10, 3)})
