@@ -20,7 +20,8 @@ from sightline.layers.per_layer import PerLayerInputs
 from sightline.layers.rotary import ProportionalScaling, RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import LatentAttentionDefinition
-from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
+from sightline.models.decoder import Decoder, DecoderDefinition
+from sightline.models.decoder_layer import DecoderLayer
 from sightline.models.feed_forward import ExpertFeedForward
 from support.definitions import latent_layer, latent_of, softmax_layer, softmax_of
 from support.layers import experts_of, without_bias

@@ -119,3 +119,26 @@ class BlockLinear(Projection):
         out.add_(self.product(x))
         if self.bias is not None:
             out.add_(self.bias)
+
+
+class GroupedLinear(Projection):
+    """Projections of groups of inputs, each to outputs of its own, without bias."""
+
+    turns = False
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` is [groups, outputs of a group, inputs of a group]."""
+        self.weight = weight
+        groups, outputs, inputs = weight.shape
+        self.in_features, self.out_features = groups * inputs, groups * outputs
+        self._transposed = weight.mT
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        groups = self.weight.shape[0]
+        given, room = (each.unflatten(-1, (groups, -1)).transpose(0, 1) for each in (x, out))
+        room.copy_(torch.bmm(given.to(self.weight.dtype), self._transposed))
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        result = torch.empty_like(out)
+        self(x, result)
+        out.add_(result)

@@ -8,11 +8,13 @@ from torch import Tensor
 from sightline.kernels.triton import greedy, pointwise, rotations, state_gates
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
+from sightline.layers import portable
 from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
-from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.rotary import Rotary, RotaryTable, WindowTable
+from sightline.layers.stream_mix import StreamMix, StreamShares
 from sightline.layers.time_steps import TimeSteps
 
 _KINDS = {
@@ -52,6 +54,9 @@ class TritonOperations(Operations):
 
     def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
         rotations.rotary_table(positions, rotary.frequencies, rotary.amplitude, out.cos, out.sin, out.minus_sin)
+
+    def window_table(self, rotary: Rotary, positions: Tensor, size: int, out: WindowTable) -> None:
+        portable.window_table(rotary, positions, size, out)
 
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
         rms_norm(x, norm.weight, norm.epsilon, out, overlaps=self._overlaps)
@@ -115,6 +120,23 @@ class TritonOperations(Operations):
             rows.turned,
             overlaps=self._overlaps,
         )
+
+    def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
+        portable.turn_tails(x, norm, table, back=back)
+
+    def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
+        portable.add_places(x, bias, places, out)
+
+    def collapse_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
+    ) -> None:
+        portable.collapse_streams(streams, logits, mix, shares, out)
+
+    def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
+        portable.expand_streams(result, shares, streams)
+
+    def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
+        portable.join_streams(streams, logits, mix, out)
 
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         pointwise.gate(gate_rule(kind), gate, up, out, overlaps=self._overlaps)

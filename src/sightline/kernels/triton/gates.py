@@ -23,7 +23,7 @@ class GateKind(IntEnum):
 
 @dataclass(frozen=True)
 class GateRule:
-    """A kind, and the numbers of the clamped kinds, which others ignore."""
+    """A kind, and the numbers of the clamped kinds, which others ignore: `alpha` is 1 for `CLAMPED_SILU`."""
 
     kind: GateKind
     alpha: float = 1.0
@@ -36,10 +36,8 @@ def gated(gate, up, alpha, limit, KIND: tl.constexpr):
     if KIND == 4 or KIND == 6:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        if KIND == 4:
-            result = (up + 1.0) * gate * sigmoid(alpha * gate)
-        else:
-            result = activated(gate, 0) * up
+        added = 1.0 if KIND == 4 else 0.0
+        result = (up + added) * gate * sigmoid(alpha * gate)
     else:
         result = activated(gate, KIND) * up
     return result
