@@ -19,7 +19,7 @@ YARN: dict[str, object] = {
     "factor": 4.0,
     "beta_fast": 2.0,
     "beta_slow": 0.5,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 256,
 }
 
 
@@ -66,8 +66,10 @@ V4: dict[str, Callable[[], DeepseekV4Config]] = {
     "deepseek_v4": v4_config,
     "deepseek_v4_all": partial(v4_config, kinds=(HEAVY, SPARSE), index_topk=512, num_hash_layers=0, hc_mult=4),
     "deepseek_v4_real": partial(v4_config, ratios=(4, 128), sliding_window=16, index_topk=16),
+    "deepseek_v4_wide": partial(v4_config, hidden_size=64, moe_intermediate_size=32),
 }
-"""With a choice among entries, with all of them chosen, and with the published tokens per entry."""
+"""With a choice among entries, with all of them chosen, with the published tokens per entry, and
+with experts of whole blocks of fp4."""
 
 
 def make_v4(family: str) -> PreTrainedModel:

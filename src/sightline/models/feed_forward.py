@@ -157,13 +157,13 @@ class ExpertFeedForward:
         unused = 1.0 - self.routing.experts_per_token / self.routing.num_experts
         if self.storage is ExpertStorage.STACKED:
             names = [f"{prefix}.experts.{part}_proj" for part in ("gate_up", "down")]
-            return (ExpertStack(tuple(names), WeightForm.MXFP4, unused),)
+            return (ExpertStack(tuple(names), (WeightForm.MXFP4,), unused),)
         names = [
             f"{prefix}.experts.{number}.{part}_proj.weight"
             for number in range(self.routing.num_experts)
             for part in self._parts
         ]
-        return (ExpertStack(tuple(names), WeightForm.FP8_BLOCKS, unused),)
+        return (ExpertStack(tuple(names), (WeightForm.FP8_BLOCKS, WeightForm.MXFP4), unused),)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         stacked = self.storage is ExpertStorage.STACKED

@@ -1,0 +1,103 @@
+"""DeepSeek V4 is the same model with the names of transformers and those of the original repository, also packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sightline.core.errors import CheckpointError
+from sightline.core.ledger import Ledger
+from sightline.kernels.packed_weights import WeightForm
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.opening import open_checkpoint
+from sightline.models.loading.renamed import RULES, standard_name
+from sightline.models.registry import define_model
+from sightline.models.weights import WeightReader
+from support.attention_cases import CPU
+from support.deepseek_v4_files import in_rows, save_original
+from support.tiny_deepseek_v4 import make_v4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers saves of a model whose experts have whole blocks."""
+    folder = tmp_path_factory.mktemp("deepseek_v4")
+    make_v4("deepseek_v4_wide").save_pretrained(folder)
+    return folder
+
+
+def load(stored: Checkpoint, ledger: Ledger) -> None:
+    weights = WeightReader(stored, torch.float32, CPU, ledger, lambda _done, _all: None)
+    define_model(stored.config, ledger).load(weights)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_layouts_hold_the_same_tensors(saved: Path, tmp_path: Path, packed: bool) -> None:
+    exact = save_original(saved, tmp_path, packed=packed)
+    theirs, ours = open_checkpoint(saved, Ledger()), open_checkpoint(tmp_path, Ledger(strict=True))
+    assert set(ours.tensors) == {*theirs.tensors, "mtp.0.self_attn.q_a_proj.weight", "mtp.0.e_proj.weight"}
+    for stored, tensor in exact.items():
+        name = standard_name(stored, RULES["deepseek_v4"])
+        assert torch.equal(ours.load(name).to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_predictors_are_left_and_named_and_nothing_else(saved: Path, tmp_path: Path, packed: bool) -> None:
+    save_original(saved, tmp_path, packed=packed)
+    ledger = Ledger(strict=True)
+    load(open_checkpoint(tmp_path, ledger), ledger)
+    assert [note.subject for note in ledger.notes] == ["multi-token prediction"]
+    assert "2 tensors mtp.* are not loaded" in ledger.notes[0].fact
+
+
+def test_experts_in_fp4_keep_the_form_that_products_decode(saved: Path, tmp_path: Path) -> None:
+    save_original(saved, tmp_path, packed=True)
+    stored = open_checkpoint(tmp_path, Ledger())
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert stored.tensors[name].packed is WeightForm.MXFP4
+    codes, scales = stored.load_packed(name)
+    assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (torch.uint8, (32, 32), torch.uint8, (32, 2))
+
+
+def test_numbers_in_fp4_are_near_what_they_stand_for() -> None:
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    _, _, exact = in_rows(weight)
+    assert 0.0 < float((exact - weight).abs().max()) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.2.ffn.experts.1.w2.scale", "expected 'layers.2.ffn.experts.1.w2.weight' in .*, got I8"),
+        ("layers.0.attn.wq_a.scale", "expected 'layers.0.attn.wq_a.weight' in .*, got F8_E4M3"),
+    ],
+)
+def test_codes_without_scales_are_refused(saved: Path, tmp_path: Path, name: str, message: str) -> None:
+    save_original(saved, tmp_path, packed=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match=message):
+        open_checkpoint(tmp_path, Ledger())
+
+
+def test_scales_of_another_shape_are_refused(saved: Path, tmp_path: Path) -> None:
+    save_original(saved, tmp_path, packed=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "layers.2.ffn.experts.1.w2.scale"
+    tensors[name] = tensors[name][:, :0]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="a scale for each 32 inputs of an output"):
+        open_checkpoint(tmp_path, Ledger())
+
+
+def test_a_table_that_lists_experts_that_do_not_exist_is_refused(saved: Path, tmp_path: Path) -> None:
+    save_original(saved, tmp_path, packed=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["layers.0.ffn.gate.tid2eid"][5, 1] = 12
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="to list experts from 0 to 11, got 0 to 12"):
+        load(open_checkpoint(tmp_path, Ledger()), Ledger())
