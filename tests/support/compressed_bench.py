@@ -7,9 +7,9 @@ window alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,17 +42,18 @@ WHOLE = CompressedSpec(HEADS, DIM, 0.3, WINDOW, DISJOINT)
 WINDOW_ONLY = CompressedSpec(HEADS, DIM, 0.3, WINDOW, None)
 SPECS = (CHOSEN, WHOLE, CHOSEN, WINDOW_ONLY)
 INDEXERS = {0: INDEX, 2: INDEX}
+InputsT = TypeVar("InputsT", CompressedInputs, CompressedIndexInputs, CompressionInputs)
 Backends = dict[SpecKind, type[AttentionBackend[Any, Any]]]
 
 
 def random_compression(
     compression: Compression, head_dim: int, length: int, generator: torch.Generator, norm: Tensor
 ) -> CompressionInputs:
-    """Inputs of a text's tokens; tokens of a window have one rotation."""
+    """Inputs of a text's tokens; tokens of a window have one rotation, the same in all texts."""
     width = compression.width(head_dim)
     values, gates = (torch.randn(length, width, generator=generator) for _ in range(2))
-    angles = torch.rand(length // compression.ratio + 1, compression.rope_dim // 2, generator=generator) * 6.0
-    turned = angles[torch.arange(length) // compression.ratio]
+    windows = torch.arange(length) // compression.ratio
+    turned = windows.unsqueeze(1) * torch.linspace(0.1, 1.3, compression.rope_dim // 2)
     return CompressionInputs(values, 3.0 * gates, norm, turned.cos(), turned.sin())
 
 
@@ -114,6 +115,26 @@ class Text:
         return tuple(found)
 
 
+@lru_cache(maxsize=64)
+def text_of(length: int, seed: int) -> Text:
+    """A text with its answers, which are computed once."""
+    return Text(length, seed)
+
+
+def branch(text: Text, other: Text, position: int) -> Text:
+    """A text whose tokens are those of `text` up to a position, then those of `other`."""
+
+    def joined(one: Any, two: Any) -> Any:
+        return _join([one.part(slice(position)), two.part(slice(position, text.length))], text.length)
+
+    made = Text(text.length, text.seed, text.dtype)
+    vars(made)["inputs"] = tuple(map(joined, text.inputs, other.inputs))
+    vars(made)["index_inputs"] = {
+        layer: joined(text.index_inputs[layer], other.index_inputs[layer]) for layer in INDEXERS
+    }
+    return made
+
+
 class TextPart(NamedTuple):
     """The new tokens of a row in a step."""
 
@@ -148,6 +169,7 @@ class CompressedBench:
         layout: Layout = Layout.SHUFFLED,
         max_rows: int = 6,
         max_step_tokens: int = 400,
+        paranoid: bool = False,
     ) -> None:
         self.dtype = dtype
         self.groups = group_layers(SPECS, indexers=INDEXERS)
@@ -159,7 +181,7 @@ class CompressedBench:
         workspace = Workspace(CPU, 1 << 30, poison=True)
         step_limits = StepLimits(max_rows, max_step_tokens, max_len, (MAIN_LANE,), max_rollout=0)
         bindings = [self._bind(group, backends[group.spec.kind], workspace, step_limits) for group in self.groups]
-        self.planner = Planner(bindings, step_limits, self.store.lengths, workspace, paranoid=True)
+        self.planner = Planner(bindings, step_limits, self.store.lengths, workspace, paranoid=paranoid)
         workspace.seal()
 
     def _bind(
@@ -241,27 +263,15 @@ class CompressedBench:
             self.store.lengths.commit(part.row, part.stop)
 
     def _joined(self, parts: Sequence[TextPart], layer: int, count: int, chosen: Tensor | None) -> CompressedInputs:
-        own = [part.text.inputs[layer].part(slice(part.start, part.stop)) for part in parts]
-        entries = [each.entries for each in own if each.entries is not None]
-        return CompressedInputs(
-            q=_filled([each.q for each in own], count),
-            key=_filled([each.key for each in own], count),
-            sinks=own[0].sinks,
-            entries=_joined_compression(entries, count) if entries else None,
-            chosen=chosen,
-        )
+        joined = _join([part.text.inputs[layer].part(slice(part.start, part.stop)) for part in parts], count)
+        return replace(joined, chosen=chosen)
 
     def _joined_index(self, parts: Sequence[TextPart], layer: int, count: int) -> CompressedIndexInputs:
-        own = [part.text.index_inputs[layer].part(slice(part.start, part.stop)) for part in parts]
-        return CompressedIndexInputs(
-            _filled([each.q for each in own], count),
-            _filled([each.weights for each in own], count),
-            _joined_compression([each.entries for each in own], count),
-        )
+        return _join([part.text.index_inputs[layer].part(slice(part.start, part.stop)) for part in parts], count)
 
 
 def _padded(batch: Batch, count: int) -> Batch:
-    return batch.padded(batch.num_rows + count, batch.num_tokens + count) if count else batch
+    return batch.pad(batch.num_rows + count, batch.num_tokens + count) if count else batch
 
 
 def _filled(values: Sequence[Tensor], count: int) -> Tensor:
@@ -270,11 +280,16 @@ def _filled(values: Sequence[Tensor], count: int) -> Tensor:
     return torch.cat([joined, joined.new_full((count - len(joined), *joined.shape[1:]), torch.nan)])
 
 
-def _joined_compression(entries: Sequence[CompressionInputs], count: int) -> CompressionInputs:
-    return CompressionInputs(
-        values=_filled([each.values for each in entries], count),
-        gates=_filled([each.gates for each in entries], count),
-        norm=entries[0].norm,
-        cos=_filled([each.cos for each in entries], count),
-        sin=_filled([each.sin for each in entries], count),
-    )
+_WEIGHTS = ("norm", "sinks", "chosen")
+
+
+def _join(parts: Sequence[InputsT], count: int) -> InputsT:
+    """The inputs of several runs of tokens as one, with NaN for padding tokens."""
+    found = {}
+    for each in fields(parts[0]):
+        values = [getattr(part, each.name) for part in parts]
+        if values[0] is None or each.name in _WEIGHTS:
+            found[each.name] = values[0]
+        else:
+            found[each.name] = (_join if each.name == "entries" else _filled)(values, count)
+    return replace(parts[0], **found)
