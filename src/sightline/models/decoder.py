@@ -291,6 +291,8 @@ class DecoderStates(Model):
             self.per_layer.buffers(scratch)
         if self.head is not None:
             self.head.rooms(scratch)
+        if self.definition.reads_tokens:
+            scratch.of(TokenBuffers)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         return scratch.operations.widened(self.wanted(planned, scratch))
