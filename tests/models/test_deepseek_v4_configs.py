@@ -79,6 +79,9 @@ FLASH: dict[str, Any] = {
 }
 
 
+THETA = {"rope_theta": 10000.0}
+
+
 def define(config: dict[str, Any], *, strict: bool = True) -> DecoderDefinition:
     definition = define_model(config, Ledger(strict=strict))
     assert isinstance(definition, DecoderDefinition)
@@ -188,7 +191,13 @@ def test_the_predictors_of_a_newer_release_are_left_alone() -> None:
         ({"qk_rope_head_dim": 63}, "an even number of rotated dimensions"),
         ({"qk_rope_head_dim": 256}, "rotat"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
-        ({"rope_parameters": {"main": {}, "compress": {"rope_theta": 5.0}}}, "compress_rope_theta"),
+        ({"rope_parameters": {"main": {}, "compress": {}}}, "no rope_scaling beside them"),
+        ({"rope_parameters": {"main": {}}, "rope_scaling": None}, "rope_parameters of main and compress"),
+        ({"rope_parameters": {"main": {}, "compress": {}}, "rope_scaling": None}, "rope_theta in rope_parameters.main"),
+        (
+            {"rope_parameters": {"main": THETA, "compress": {"rope_theta": 5.0}}, "rope_scaling": None},
+            "compress_rope_theta = 160000.0 and rope_theta = 5.0",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling or rope_parameters"),
         ({"num_experts_per_tok": 257}, "from 1 to 256 experts"),
         ({"sliding_window": 0}, "sliding_window"),

@@ -240,7 +240,12 @@ def _rope_sections(config: ConfigReader) -> dict[str, dict[str, object]]:
     bases = {MAIN: config.positive("rope_theta", 10_000.0), COMPRESS: config.positive("compress_rope_theta", 160_000.0)}
     fields = {MAIN: "rope_theta", COMPRESS: "compress_rope_theta"}
     older, newer = config.optional_section("rope_scaling"), config.optional_section("rope_parameters")
-    if newer is not None and {MAIN, COMPRESS} <= set(newer):
+    if newer is not None and {MAIN, COMPRESS} & set(newer):
+        if older is not None or set(newer) != {MAIN, COMPRESS}:
+            raise UnsupportedModelError(
+                f"deepseek_v4: expected rope_parameters of {MAIN} and {COMPRESS}, and no rope_scaling beside them, got "
+                f"{', '.join(sorted(newer))} and {older}"
+            )
         return {name: _nested(newer, name, fields[name], bases[name], config) for name in (MAIN, COMPRESS)}
     if older and newer and same_type_key(older) != same_type_key(newer):
         raise UnsupportedModelError(
@@ -258,12 +263,13 @@ def _rope_sections(config: ConfigReader) -> dict[str, dict[str, object]]:
 def _nested(
     sections: Mapping[str, object], name: str, field: str, base: float, config: ConfigReader
 ) -> dict[str, object]:
-    """One section of the newer form. Raises if it states another base than the config beside it."""
+    """One section of the newer form. Raises if it states no base, or another one than the config beside it."""
     section = sections[name]
     if not isinstance(section, Mapping):
         raise UnsupportedModelError(f"deepseek_v4: expected rope_parameters.{name} to be an object, got {section!r}")
     found = dict(section)
+    if "rope_theta" not in found:
+        raise UnsupportedModelError(f"deepseek_v4: expected rope_theta in rope_parameters.{name}, got none; set it")
     if field in config:
         state_once(found, "rope_theta", base, field)
-    found.setdefault("rope_theta", base)
     return found
