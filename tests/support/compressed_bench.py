@@ -49,11 +49,12 @@ Backends = dict[SpecKind, type[AttentionBackend[Any, Any]]]
 def random_compression(
     compression: Compression, head_dim: int, length: int, generator: torch.Generator, norm: Tensor
 ) -> CompressionInputs:
-    """Inputs of a text's tokens; tokens of a window have one rotation, the same in all texts."""
+    """Inputs of a text's tokens. The last token of a window has its rotation, the same in all texts; others NaN."""
     width = compression.width(head_dim)
     values, gates = (torch.randn(length, width, generator=generator) for _ in range(2))
     windows = torch.arange(length) // compression.ratio
     turned = windows.unsqueeze(1) * torch.linspace(0.1, 1.3, compression.rope_dim // 2)
+    turned[(torch.arange(length) + 1) % compression.ratio != 0] = torch.nan
     return CompressionInputs(values, 3.0 * gates, norm, turned.cos(), turned.sin())
 
 

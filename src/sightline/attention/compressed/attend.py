@@ -92,9 +92,8 @@ class AttentionTile:
 
 
 def _gathered(source: Tensor, keys: TileKeys) -> Tensor:
-    """[num_spans, num_keys, head_dim] fp32; 0 for places that may hold anything."""
-    found = source.index_select(0, keys.places).float().view(keys.unseen.shape[0], keys.unseen.shape[2], -1)
-    return found if keys.unwritten is None else found.masked_fill_(keys.unwritten, 0.0)
+    """[num_spans, num_keys, head_dim] fp32."""
+    return source.index_select(0, keys.places).float().view(keys.unseen.shape[0], keys.unseen.shape[2], -1)
 
 
 def plan_tile(

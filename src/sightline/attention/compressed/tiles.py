@@ -71,7 +71,8 @@ class TileSizes:
 
 
 def query_tiles(rows: Sequence[RowPart], sizes: TileSizes) -> Iterator[tuple[QuerySpan, ...]]:
-    """Packs all queries into tiles of spans with equal numbers of queries."""
+    """Packs all queries into tiles of spans with equal numbers of queries. Spans with entries are never beside spans
+    without any, unless the step is sparse."""
 
     def shape(span: QuerySpan) -> tuple[int, int]:
         return span.count, sizes.num_entries(span).bit_length()
@@ -129,8 +130,6 @@ class TileKeys(NamedTuple):
     """[num_spans * num_keys] int64."""
     unseen: Tensor
     """[num_spans, count, num_keys] bool: True where a query does not see a key."""
-    unwritten: Tensor | None
-    """[num_spans, num_keys, 1] bool: True for places that may hold anything; None if there are none."""
 
 
 def window_keys(tile: Tile, window: int, num_ring_keys: int) -> TileKeys:
@@ -152,17 +151,19 @@ def window_keys(tile: Tile, window: int, num_ring_keys: int) -> TileKeys:
     found = key_places(
         torch.minimum(keys, last), places.unsqueeze(1), contexts.unsqueeze(1), firsts.unsqueeze(1), window
     )
-    return TileKeys(found.flatten(), (distance < 0) | (distance >= window), None)
+    return TileKeys(found.flatten(), (distance < 0) | (distance >= window))
 
 
 def dense_entries(tile: Tile, ratio: int, num_entries: int) -> tuple[Tensor, TileKeys]:
-    """The numbers [num_spans, num_entries] int64 of the entries of a tile's rows, and which queries see them. Numbers
-    beyond a row's entries are repeated; `places` are these numbers."""
+    """The numbers [num_spans, num_entries] int64 of the entries of a tile's rows, and which queries see them.
+
+    The last query of each span sees an entry. Beyond its last one that is repeated, so that all were written. `places`
+    are these numbers.
+    """
     device = tile.positions.device
     numbers = torch.arange(num_entries, device=device)
     visible = (tile.positions + 1).div(ratio, rounding_mode="floor")
     most = visible[:, -1:]
     unseen = numbers >= visible.unsqueeze(2)
-    unwritten = (numbers >= most).unsqueeze(2)
-    found = torch.minimum(numbers, (most - 1).clamp(min=0))
-    return found, TileKeys(found.flatten(), unseen, unwritten)
+    found = torch.minimum(numbers, most - 1)
+    return found, TileKeys(found.flatten(), unseen)

@@ -37,12 +37,12 @@ def compress_row(compression: Compression, raw: CompressionInputs) -> Tensor:
             values = torch.cat([raw.values[before, :head_dim], values])
             gates = torch.cat([raw.gates[before, :head_dim], gates])
         mixed = (torch.softmax(gates.float(), dim=0) * values.float()).sum(dim=0)
-        entries[entry] = finish_entry(compression, mixed, raw, own.start)
+        entries[entry] = finish_entry(compression, mixed, raw, own.stop - 1)
     return entries
 
 
 def finish_entry(compression: Compression, mixed: Tensor, raw: CompressionInputs, token: int) -> Tensor:
-    """[head_dim] fp32: a mixed entry, normalised and rotated as `token`, one of its window, says."""
+    """[head_dim] fp32: a mixed entry, normalised, and rotated as the token says that completes it."""
     normed = mixed / torch.sqrt(mixed.square().mean() + compression.norm_eps) * raw.norm.float()
     border = len(normed) - compression.rope_dim
     first, second = normed[border::2], normed[border + 1 :: 2]
