@@ -21,6 +21,8 @@ class Samples:
     """Value dimensions of recurrent layers."""
     top_ks: tuple[int, ...] = (8, 1, 64, 2048)
     """Numbers of chosen tokens; rows do not declare any."""
+    ratios: tuple[int, ...] = (4, 128)
+    """Tokens of compressed entries; rows do not declare any."""
 
     def of_head_dims(self, row: Capability) -> tuple[int, ...]:
         return _values(row.head_dims, self.head_dims)
@@ -41,6 +43,7 @@ class Samples:
             _joined(self.page_sizes, page_sizes),
             self.value_dims,
             self.top_ks,
+            self.ratios,
         )
 
     def for_problem(self, problem: Problem[Any, Any]) -> Samples:
