@@ -68,7 +68,7 @@ def entries_of(inputs: CompressionInputs, compression: Compression) -> Tensor:
             gates = torch.cat((inputs.gates[before].chunk(2, -1)[0], gates.chunk(2, -1)[1]))
         mixed = (gates.softmax(dim=0) * values).sum(dim=0)
         entry = mixed * (mixed.square().mean() + compression.norm_eps).rsqrt() * inputs.norm
-        first, second = entry[-compression.rope_dim :].unflatten(-1, (-1, 2)).unbind(-1)
+        first, second = entry[-compression.rope_dim :].view(-1, 2).unbind(-1)
         cos, sin = inputs.cos[last], inputs.sin[last]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten()
         found.append(torch.cat((entry[: -compression.rope_dim], turned)))

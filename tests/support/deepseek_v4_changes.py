@@ -14,7 +14,7 @@ from torch import Tensor
 from sightline.kernels import residual_streams, tail_rotation
 from sightline.layers import portable
 from sightline.layers.activation import ClampedSilu
-from sightline.layers.compressed import CompressedAttention, CompressedIndexer, Compressor
+from sightline.layers.compressed import CompressedAttention, CompressedIndexer, CompressorWeights
 from sightline.layers.linear import GroupedLinear
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp, SeparateExperts
@@ -43,7 +43,7 @@ def in_attention(name: str, change: Callable[[CompressedAttention], CompressedAt
     return in_mixers(name, CompressedAttention, change)
 
 
-def in_compressors(name: str, change: Callable[[Compressor], Compressor]) -> Change:
+def in_compressors(name: str, change: Callable[[CompressorWeights], CompressorWeights]) -> Change:
     def changed(layer: CompressedAttention) -> CompressedAttention:
         return layer if layer.compressor is None else replace(layer, compressor=change(layer.compressor))
 
@@ -107,11 +107,11 @@ def with_unclamped_shared(mlp: ExpertMlp) -> ExpertMlp:
     return replace(mlp, shared=replace(mlp.shared, activation=ClampedSilu(1e9)))
 
 
-def without_bias(compressor: Compressor) -> Compressor:
+def without_bias(compressor: CompressorWeights) -> CompressorWeights:
     return replace(compressor, bias=torch.zeros_like(compressor.bias))
 
 
-def without_entry_norm(compressor: Compressor) -> Compressor:
+def without_entry_norm(compressor: CompressorWeights) -> CompressorWeights:
     return replace(compressor, norm=replace_weight(compressor.norm))
 
 

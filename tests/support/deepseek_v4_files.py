@@ -44,7 +44,7 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def in_rows(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes in fp4, two a byte, scales of 32 inputs each, and what the two stand for."""
-    groups = weight.unflatten(1, (-1, 32))
+    groups = weight.view(len(weight), -1, 32)
     scales = torch.pow(2.0, (groups.abs().amax(dim=-1) / 6.0).log2().ceil())
     ratio = groups / scales.unsqueeze(-1)
     magnitudes = (ratio.abs().unsqueeze(-1) - torch.tensor(_VALUES)).abs().argmin(dim=-1)
@@ -59,7 +59,8 @@ def save_original(saved: Path, folder: Path, *, packed: bool) -> dict[str, Tenso
 
     Returns what the tensors stand for, by the names of transformers.
     """
-    tensors, exact = {}, {}
+    tensors: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
     for name, tensor in load_file(saved / "model.safetensors").items():
         original, exact[name] = original_name(name), tensor
         found = _IN_FP8.search(original), _IN_FP4.search(original)

@@ -18,7 +18,7 @@ def normed_logits(streams: Tensor, logits: Tensor, norm_epsilon: float) -> Tenso
     Streams are [num_tokens, count, size]. All streams of a token are normalised together, without weights.
     """
     flat = streams.flatten(1)
-    length = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32)
+    length: Tensor = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32)
     return logits * (length.square_().div_(flat.shape[1]) + norm_epsilon).rsqrt_()
 
 

@@ -63,8 +63,8 @@ class CompressedBuffers:
         sizes = [index_heads * index_dim, num_heads * head_dim]
         self.queries = scratch.take_rows("compressed.queries", sum(sizes))
         index_q, q = torch.split(self.queries, sizes, dim=-1)
-        self.q = q.unflatten(-1, (num_heads, head_dim))
-        self.index_q = index_q.unflatten(-1, (index_heads, index_dim)) if index_heads else None
+        self.q = q.view(scratch.num_tokens, num_heads, head_dim)
+        self.index_q = index_q.view(scratch.num_tokens, index_heads, index_dim) if index_heads else None
         self.attended = scratch.take_rows("compressed.attended", num_heads * head_dim)
         self.attended_heads = self.attended.view(scratch.num_tokens, num_heads, head_dim)
         self.grouped = scratch.take_rows("compressed.grouped", grouped)
@@ -76,7 +76,7 @@ def _entry_rows(scratch: Scratch, name: str, values: Tensor, gates: Tensor) -> E
 
 
 @dataclass(frozen=True, eq=False)
-class Compressor:
+class CompressorWeights:
     """What a layer, or its indexer, adds to values and gates before they become entries."""
 
     bias: Tensor
@@ -97,7 +97,7 @@ class CompressedIndexer:
     """The indexer of one layer, which chooses entries."""
 
     spec: CompressedIndexSpec
-    compressor: Compressor
+    compressor: CompressorWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class CompressedAttention:
     key_norm: RmsNorm
     sinks: Tensor
     """[num_q_heads] fp32."""
-    compressor: Compressor | None
+    compressor: CompressorWeights | None
     """None if the layer has no entries."""
     indexer: CompressedIndexer | None
     """None if a query attends to all entries that it sees."""

@@ -135,7 +135,7 @@ class GroupedLinear(Projection):
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         groups = self.weight.shape[0]
-        given, room = (each.unflatten(-1, (groups, -1)).transpose(0, 1) for each in (x, out))
+        given, room = (each.view(len(each), groups, -1).transpose(0, 1) for each in (x, out))
         room.copy_(torch.bmm(given.to(self.weight.dtype), self._transposed))
 
     def add(self, x: Tensor, out: Tensor) -> None:

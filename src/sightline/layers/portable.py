@@ -41,7 +41,7 @@ def collapse_streams(streams: Tensor, logits: Tensor, mix: StreamMix, shares: St
     scaled = [
         part * scale + base
         for part, scale, base in zip(
-            normed.split(parts, dim=-1), mix.scale.unbind(0), mix.base.split(parts), strict=True
+            torch.split(normed, parts, dim=-1), mix.scale.unbind(0), torch.split(mix.base, parts), strict=True
         )
     ]
     shares.writing.copy_(scaled[1].sigmoid_().mul_(2.0))

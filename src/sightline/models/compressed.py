@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
-from sightline.layers.compressed import CompressedAttention, CompressedIndexer, Compressor
+from sightline.layers.compressed import CompressedAttention, CompressedIndexer, CompressorWeights
 from sightline.layers.latent import QueryUp
 from sightline.layers.linear import GroupedLinear, Linear
 from sightline.layers.norm import RmsNorm
@@ -122,7 +122,7 @@ class CompressedAttentionDefinition:
 
     def _load_compressor(
         self, weights: WeightReader, prefix: str, compression: Compression | None, head_dim: int
-    ) -> Compressor | None:
+    ) -> CompressorWeights | None:
         return None if compression is None else self._compressor_at(weights, _compressor(prefix), compression, head_dim)
 
     def _load_indexer(self, weights: WeightReader, prefix: str) -> CompressedIndexer | None:
@@ -131,10 +131,12 @@ class CompressedAttentionDefinition:
         spec = self.indexer.spec
         return CompressedIndexer(spec, self._compressor_at(weights, _indexer(prefix), spec.compression, spec.head_dim))
 
-    def _compressor_at(self, weights: WeightReader, prefix: str, compression: Compression, head_dim: int) -> Compressor:
+    def _compressor_at(
+        self, weights: WeightReader, prefix: str, compression: Compression, head_dim: int
+    ) -> CompressorWeights:
         """The compressor that is stored under this prefix."""
         shape = (compression.ratio, compression.width(head_dim))
-        return Compressor(
+        return CompressorWeights(
             weights.take(f"{prefix}.position_bias", shape, torch.float32),
             self.norms.load(weights, f"{prefix}.kv_norm", head_dim),
         )
