@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -181,7 +181,9 @@ def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:
 def in_layer(name: str, change: Callable[[DecoderLayer], DecoderLayer]) -> Change:
     def changed(decoder: Decoder) -> Decoder:
         states = decoder.states
-        return replace(decoder, states=replace(states, layers=tuple(change(layer) for layer in states.layers)))
+        # Layers with several residual streams have the same parts.
+        layers = cast("tuple[DecoderLayer, ...]", states.layers)
+        return replace(decoder, states=replace(states, layers=tuple(change(layer) for layer in layers)))
 
     return Change(name, build=changed)
 

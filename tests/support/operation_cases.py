@@ -249,7 +249,8 @@ class OperationCases:
             half = spec.head_dim // 2
             parts = [inputs.room(rows, size).unsqueeze(1) for size in (spec.head_dim, half, half)]
             positions = torch.tensor([0, 1, 7, 999, 131_071], device=inputs.device)[:rows]
-            operations.rotary_table(Rotary(spec, inputs.device), positions, RotaryTable(*parts))
+            table = RotaryTable(parts[0], parts[1], parts[2])
+            operations.rotary_table(Rotary(spec, inputs.device), positions, table)
             return parts
 
         check(run, dtype, rows)
