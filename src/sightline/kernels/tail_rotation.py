@@ -14,8 +14,9 @@ def turn_tails(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     `cos` and `sin` are [num_tokens, 1, pairs]. Dimension 2i of the tail is paired with 2i + 1.
     """
-    tail = x[..., -2 * cos.shape[-1] :]
-    first, second = tail.float().view(*tail.shape[:-1], -1, 2).unbind(-1)
+    num_pairs = cos.shape[-1]
+    tail = x[..., -2 * num_pairs :]
+    first, second = tail.float().view(*tail.shape[:-1], num_pairs, 2).unbind(-1)
     tail.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
 
 

@@ -134,8 +134,9 @@ class GroupedLinear(Projection):
         self._transposed = weight.mT
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        groups = self.weight.shape[0]
-        given, room = (each.view(len(each), groups, -1).transpose(0, 1) for each in (x, out))
+        groups, outputs, inputs = self.weight.shape
+        given = x.view(len(x), groups, inputs).transpose(0, 1)
+        room = out.view(len(x), groups, outputs).transpose(0, 1)
         room.copy_(torch.bmm(given.to(self.weight.dtype), self._transposed))
 
     def add(self, x: Tensor, out: Tensor) -> None:
