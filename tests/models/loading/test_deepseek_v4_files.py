@@ -8,16 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sightline.core.config import Quantization
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.packed_weights import WeightForm
+from sightline.layers.moe import ExpertCompute, ExpertMlp
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.loading.renamed import RULES, standard_name
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
+from sightline.runner.quantised import model_facts
 from support.attention_cases import CPU
 from support.deepseek_v4_files import in_rows, save_original
+from support.layers import feed
 from support.tiny_deepseek_v4 import make_v4
 
 
@@ -60,6 +64,35 @@ def test_experts_in_fp4_keep_the_form_that_products_decode(saved: Path, tmp_path
     assert stored.tensors[name].packed is WeightForm.MXFP4
     codes, scales = stored.load_packed(name)
     assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (torch.uint8, (32, 32), torch.uint8, (32, 2))
+
+
+def test_experts_in_fp4_at_once_equal_those_one_by_one(saved: Path, tmp_path: Path) -> None:
+    """On a CPU, Triton's interpreter runs them."""
+    pytest.importorskip("triton")
+    save_original(saved, tmp_path, packed=True)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    from sightline.layers.stacked_experts import StackedExperts  # needs Triton
+
+    found = []
+    for compute in (ExpertCompute.ONE_BY_ONE, ExpertCompute.AT_ONCE):
+        stored = open_checkpoint(tmp_path, Ledger())
+        weights = WeightReader(stored, torch.float32, CPU, Ledger(), lambda *_: None, expert_compute=compute)
+        mlp = define_model(stored.config, Ledger()).load(weights).states.layers[2].mlp
+        assert isinstance(mlp, ExpertMlp)
+        found.append(feed(mlp, x))
+    assert isinstance(mlp.bank, StackedExperts)
+    assert mlp.bank.gate_up.form is mlp.bank.down.form is WeightForm.MXFP4
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_packed_experts_are_counted_as_they_are_kept(saved: Path, tmp_path: Path) -> None:
+    save_original(saved, tmp_path, packed=True)
+    stored = open_checkpoint(tmp_path, Ledger())
+    definition = define_model(stored.config, Ledger())
+    facts = model_facts(Quantization.DEQUANTISE, stored, definition, definition.groups())
+    weights = 4 * 12 * 3 * 32 * 64
+    assert facts.packed_elements == weights
+    assert facts.packed_bytes == weights // 2 + weights // 32
 
 
 def test_numbers_in_fp4_are_near_what_they_stand_for() -> None:
