@@ -20,6 +20,7 @@ from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedS
 from sightline.attention.contract import InputsT, SpecT
 from sightline.attention.kinds import COMPRESSED_FEATURES, COMPRESSED_INDEX_FEATURES, Feature, SpecKind
 from sightline.cache.spec import PlaneSpec
+from sightline.core.page_shape import fits
 from sightline.testing.conformance.given_inputs import map_inputs, tensor_at
 from sightline.testing.conformance.index_problem import beside_nan
 from sightline.testing.conformance.problem import ExpandedDims, Normal, Problem
@@ -54,6 +55,9 @@ class CompressingProblem(Problem[SpecT, InputsT]):
         del expanded_dims
         several = [size for size in group_sizes if size > 1]
         return self.spec(head_dims[0], (several or group_sizes)[0], 1)
+
+    def fits_page(self, page_size: int) -> bool:
+        return fits(page_size, _RATIO)
 
     @abstractmethod
     def planes(self, spec: SpecT) -> tuple[PlaneSpec, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sightline.attention.capability import ANY, Capability, Wildcard
@@ -45,6 +45,10 @@ class Samples:
             self.top_ks,
             self.ratios,
         )
+
+    def fitting(self, problem: Problem[Any, Any]) -> Samples:
+        """Returns these samples without page sizes that a kind of attention cannot have."""
+        return replace(self, page_sizes=tuple(size for size in self.page_sizes if problem.fits_page(size)))
 
     def for_problem(self, problem: Problem[Any, Any]) -> Samples:
         """Returns these samples followed by those of a kind of attention."""

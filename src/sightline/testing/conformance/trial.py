@@ -122,7 +122,7 @@ class Trial:
         self.features = subject.features
         """Features that the row declares and the kind of attention has."""
         self.effort = effort
-        self.samples = samples
+        self.samples = samples = samples.fitting(self.problem)
         self.progress = progress or CheckProgress()
         self.share = share
         """The cases that this trial tries, if the check can be divided."""
