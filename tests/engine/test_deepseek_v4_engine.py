@@ -43,6 +43,7 @@ def test_a_hit_inside_an_open_window_changes_no_answer(
     assert all(count % PAGE == 0 and count % WINDOW for count in cached[2:])
 
 
+@pytest.mark.prove
 def test_repeated_text_is_guessed_and_changes_no_answer(folders: Callable[[str], Path]) -> None:
     prompts = [[5, 6, 7, 8] * 6, [9, 4, 11] * 7]
     expected = ask(tiny(folders(FAMILY), prefix_caching=False, max_num_seqs=1), replace(SCORED, max_tokens=20), prompts)

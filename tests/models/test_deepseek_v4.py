@@ -22,7 +22,7 @@ from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import Runtime, build_runtime
 from support.attention_cases import CPU
-from support.case_marks import proofs, routine
+from support.case_marks import routine
 from support.changed_runtimes import error_of
 from support.deepseek_v4_changes import FEATURES, MISTAKES, Plant
 from support.deepseek_v4_files import save_original
@@ -96,7 +96,8 @@ def test_300_decoded_tokens_equal_a_full_forward(saved: Models, family: str, pag
     assert_same_logits(load(folder, page_size=page_size), model, 300, (21,), ONE_SHOT)
 
 
-@pytest.mark.parametrize("kernels", ["torch", *proofs("numba")])
+@pytest.mark.prove
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_all_kernels_of_layers_give_the_same(saved: Models, kernels: str) -> None:
     model, folder = saved["deepseek_v4"]
     assert_same_logits(load(folder, layer_kernels=kernels), model, 4, (9, 30, 12), 13)

@@ -366,6 +366,7 @@ def main() -> None:
     compile_experts(512, GateKind.CLAMPED_SWIGLU)
     compile_experts(8192, GateKind.GELU_TANH)
     compile_experts(4, GateKind.CLAMPED_SWIGLU, WeightForm.MXFP4)
+    compile_experts(64, GateKind.CLAMPED_SILU, WeightForm.MXFP4)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_BLOCKS)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_PRODUCTS)
     compile_routing(RoutingRule(ScoreKind.SOFTMAX, False, 1.0), 64, corrected=False)

@@ -66,6 +66,7 @@ def test_experts_in_fp4_keep_the_form_that_products_decode(saved: Path, tmp_path
     assert (codes.dtype, codes.shape, scales.dtype, scales.shape) == (torch.uint8, (32, 32), torch.uint8, (32, 2))
 
 
+@pytest.mark.prove
 def test_experts_in_fp4_at_once_equal_those_one_by_one(saved: Path, tmp_path: Path) -> None:
     """On a CPU, Triton's interpreter runs them."""
     pytest.importorskip("triton")
