@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sightline.kernels.row_slices import row_slices
+
 
 def normed_logits(streams: Tensor, logits: Tensor, norm_epsilon: float) -> Tensor:
     """What a projection gives for normalised streams, from `logits`, which it gives for the streams as they are.
@@ -36,7 +38,8 @@ def doubly_stochastic(positive: Tensor, num_rounds: int, epsilon: float) -> Tens
 
 def collapse(streams: Tensor, shares: Tensor, out: Tensor) -> None:
     """Writes the sum of streams [num_tokens, count, size], weighted by shares [num_tokens, count] fp32, to `out`."""
-    out.copy_(torch.bmm(shares.unsqueeze(1), streams.float()).squeeze(1))
+    for rows in row_slices(len(streams)):
+        out[rows] = torch.bmm(shares[rows].unsqueeze(1), streams[rows].float()).squeeze(1)
 
 
 def expand(result: Tensor, shares: Tensor, mixing: Tensor, streams: Tensor) -> None:
@@ -45,5 +48,6 @@ def expand(result: Tensor, shares: Tensor, mixing: Tensor, streams: Tensor) -> N
     Stream k becomes shares[k] * result + sum over j of mixing[j, k] * stream j. Shares are [num_tokens, count] fp32,
     `mixing` is [num_tokens, count, count] fp32.
     """
-    mixed = torch.bmm(mixing.mT, streams.float())
-    streams.copy_(mixed.addcmul_(shares.unsqueeze(-1), result.float().unsqueeze(1)))
+    for rows in row_slices(len(streams)):
+        mixed = torch.bmm(mixing[rows].mT, streams[rows].float())
+        streams[rows] = mixed.addcmul_(shares[rows].unsqueeze(-1), result[rows].float().unsqueeze(1))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sightline.kernels.row_slices import row_slices
+
 
 def turn_tails(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotates the last 2 * pairs dimensions of x [num_tokens, heads, dim] in place.
@@ -15,9 +17,10 @@ def turn_tails(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     `cos` and `sin` are [num_tokens, 1, pairs]. Dimension 2i of the tail is paired with 2i + 1.
     """
     num_pairs = cos.shape[-1]
-    tail = x[..., -2 * num_pairs :]
-    first, second = tail.float().view(*tail.shape[:-1], num_pairs, 2).unbind(-1)
-    tail.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
+    for rows in row_slices(len(x)):
+        tail, c, s = x[rows, :, -2 * num_pairs :], cos[rows], sin[rows]
+        first, second = tail.float().view(*tail.shape[:-1], num_pairs, 2).unbind(-1)
+        tail.copy_(torch.stack((first * c - second * s, second * c + first * s), dim=-1).flatten(-2))
 
 
 def window_table(

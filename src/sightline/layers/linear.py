@@ -137,7 +137,7 @@ class GroupedLinear(Projection):
         groups, outputs, inputs = self.weight.shape
         given = x.view(len(x), groups, inputs).transpose(0, 1)
         room = out.view(len(x), groups, outputs).transpose(0, 1)
-        room.copy_(torch.bmm(given.to(self.weight.dtype), self._transposed))
+        torch.bmm(given, self._transposed, out=room)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         result = torch.empty_like(out)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.kernels import residual_streams, tail_rotation
+from sightline.kernels.row_slices import row_slices
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotaryTable, WindowTable
 from sightline.layers.stream_mix import StreamMix, StreamShares
@@ -23,7 +24,8 @@ def window_table(rotary: Rotary, positions: Tensor, size: int, out: WindowTable)
 def turn_tails(x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool) -> None:
     """See `Operations.turn_tails`."""
     if norm is not None:
-        x.copy_(F.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.epsilon))
+        for rows in row_slices(len(x)):
+            x[rows] = F.rms_norm(x[rows].float(), norm.weight.shape, norm.weight, norm.epsilon)
     sin = table.minus_sin if back else table.sin
     tail_rotation.turn_tails(x, table.cos[..., : sin.shape[-1]], sin)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sightline.kernels.row_slices import row_slices
 from sightline.layers.linear import Projection
 from sightline.layers.scratch import Scratch
 from sightline.layers.stream_mix import StreamMix, StreamShares
@@ -49,7 +50,8 @@ class StreamConnection:
 
     def collapse(self, rooms: ResidualStreams, out: Tensor, scratch: Scratch) -> None:
         """Writes the part's input [num_tokens, size], which is not normalised, and keeps the shares for `expand`."""
-        self.logits(rooms.flat, rooms.logits)
+        for rows in row_slices(len(rooms.flat)):
+            self.logits(rooms.flat[rows], rooms.logits[rows])
         scratch.operations.collapse_streams(rooms.streams, rooms.logits, self.mix, rooms.shares, out)
 
     def expand(self, result: Tensor, rooms: ResidualStreams, scratch: Scratch) -> None:
@@ -73,5 +75,6 @@ class StreamHead:
     def join(self, out: Tensor, scratch: Scratch) -> None:
         """Writes the state behind the last layer, [num_tokens, size]."""
         rooms = self.rooms(scratch)
-        self.logits(rooms.flat, rooms.head_logits)
+        for rows in row_slices(len(rooms.flat)):
+            self.logits(rooms.flat[rows], rooms.head_logits[rows])
         scratch.operations.join_streams(rooms.streams, rooms.head_logits, self.mix, out)

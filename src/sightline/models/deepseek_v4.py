@@ -216,15 +216,14 @@ def _rope_dim(config: ConfigReader) -> int:
 def _rotaries(config: ConfigReader, ratios: Mapping[str, int], rope_dim: int) -> dict[str, RotarySpec]:
     """The rotary embedding of each kind of layer."""
     config.may_idle(_UNUSED_ROPE, "rope_theta", "compress_rope_theta", "rope_parameters", "rope_scaling")
-    share = rope_dim / config.count("head_dim", 512)
-    sections = _rope_sections(config)
+    head_dim = config.count("head_dim", 512)
     specs = {}
-    for name, section in sections.items():
+    for name, section in _rope_sections(config).items():
         stated = section.pop("partial_rotary_factor", None)
-        if stated is not None and stated != share:
+        if stated is not None and not (isinstance(stated, (int, float)) and int(head_dim * stated) == rope_dim):
             raise UnsupportedModelError(
-                f"deepseek_v4: expected partial_rotary_factor {share} in rope_parameters.{name}, as outside, got "
-                f"{stated!r}"
+                f"deepseek_v4: expected partial_rotary_factor {rope_dim / head_dim} in rope_parameters.{name}, as "
+                f"outside, got {stated!r}"
             )
         specs[name] = rotary_spec(section, rope_dim, 1.0, _num_positions(config))
     compressed = {kind: replace(specs[COMPRESS], window=ratios[kind]) for kind in (SPARSE, HEAVY)}
