@@ -3,14 +3,18 @@ supported is refused."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import DeepseekV4Config
 
 from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.core.page_shape import entries_per_page
 from sightline.layers.activation import ClampedSilu
 from sightline.layers.rotary import RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Score, Share
@@ -115,6 +119,21 @@ def test_a_config_as_it_is_published_gives_its_layers() -> None:
     assert definition.indexers[2] == CompressedIndexSpec(64, 128, 512, sparse)
     assert definition.streams == StreamRule(4, 20, 1e-6, 1e-6)
     assert definition.max_positions == 1 << 20
+
+
+@pytest.mark.parametrize(("page_size", "num_bytes"), [(128, 6_880), (256, 6_880), (64, 7_040), (16, 8_000)])
+def test_a_token_takes_the_bytes_that_the_documents_name(page_size: int, num_bytes: int) -> None:
+    caches = [group.cache_spec(torch.bfloat16) for group in define(FLASH).groups()]
+    numbers = [
+        entries_per_page(page_size, pool.tokens_per_entry) * pool.num_layers * math.prod(plane.shape)
+        for cache in caches
+        for pool in cache.pools
+        for plane in pool.planes
+    ]
+    assert 2 * sum(numbers) == num_bytes * page_size
+    assert sum(cache.states.num_bytes for cache in caches) == 6_242_816
+    text = (Path(__file__).parents[2] / "docs" / "deepseek_v4.md").read_text()
+    assert f"{num_bytes:,} bytes" in text or f"takes {num_bytes:,}" in text
 
 
 def test_layers_without_entries_have_a_rotation_of_their_own() -> None:
