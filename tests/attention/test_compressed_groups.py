@@ -91,9 +91,10 @@ def test_specs_that_make_no_sense_are_refused(change: dict[str, Any], told: str)
 
 
 def test_compressions_that_make_no_sense_are_refused() -> None:
-    for change, told in (({"ratio": 1}, "at least 2 tokens per entry"), ({"rope_dim": 3}, "an even number of rotated")):
-        with pytest.raises(ValueError, match=told):
-            replace(FOUR, **change)
+    with pytest.raises(ValueError, match="at least 2 tokens per entry"):
+        replace(FOUR, ratio=1)
+    with pytest.raises(ValueError, match="an even number of rotated channels"):
+        replace(FOUR, rope_dim=3)
     with pytest.raises(ValueError, match="at least 1 chosen entry"):
         CompressedIndexSpec(4, 128, 0, FOUR)
     with pytest.raises(ValueError, match="at most 32 rotated channels"):
