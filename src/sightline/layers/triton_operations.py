@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton import greedy, pointwise, rotations, state_gates
+from sightline.kernels.triton import greedy, pointwise, rotations, state_gates, tails
+from sightline.kernels.triton import streams as residual
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.layers import portable
@@ -122,7 +123,9 @@ class TritonOperations(Operations):
         )
 
     def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
-        portable.turn_tails(x, norm, table, back=back)
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        sin = table.minus_sin if back else table.sin
+        tails.turn_tails(x, weight, epsilon, table.cos, sin, overlaps=self._overlaps)
 
     def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
         portable.add_places(x, bias, places, out)
@@ -130,13 +133,20 @@ class TritonOperations(Operations):
     def collapse_streams(
         self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
     ) -> None:
-        portable.collapse_streams(streams, logits, mix, shares, out)
+        self._read_streams(streams, logits, mix, shares, out)
 
     def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
-        portable.expand_streams(result, shares, streams)
+        residual.expand_streams(result, *shares, streams, overlaps=self._overlaps)
 
     def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
-        portable.join_streams(streams, logits, mix, out)
+        self._read_streams(streams, logits, mix, None, out)
+
+    def _read_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares | None, out: Tensor
+    ) -> None:
+        numbers = residual.StreamNumbers(mix.rule.num_rounds, mix.rule.epsilon, mix.rule.norm_epsilon)
+        filled = (None, None) if shares is None else shares
+        residual.collapse_streams(streams, logits, mix.scale, mix.base, numbers, *filled, out, overlaps=self._overlaps)
 
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         pointwise.gate(gate_rule(kind), gate, up, out, overlaps=self._overlaps)

@@ -1,6 +1,9 @@
-"""Operations that are torch on every device give in half precision what they give in fp32, and touch nothing else."""
+"""Operations of residual streams and tails give the same with every kind of kernels and in half precision, and touch
+nothing else."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from sightline.layers.operations import Operations
 from sightline.layers.rotary import Rotary, RotarySpec, WindowTable
 from sightline.layers.stream_mix import StreamMix, StreamRule, StreamShares
 from support.attention_cases import CPU
+from support.extend_cases import DEVICE
 from support.layers import TORCH
 from support.operation_cases import Inputs, Run, compare, table_of
 
@@ -19,15 +23,24 @@ RULE = StreamRule(3, num_rounds=4, epsilon=1e-3, norm_epsilon=1e-2)
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def check(run: Run, dtype: torch.dtype) -> None:
-    compare(run, TORCH, dtype, TOLERANCE[dtype], CPU)
+KINDS: dict[str, Operations] = {"torch": TORCH}
+if find_spec("triton") is not None:
+    from sightline.layers.triton_operations import TritonOperations
+
+    KINDS["triton"] = TritonOperations()
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+def check(run: Run, dtype: torch.dtype, kind: str) -> None:
+    compare(run, KINDS[kind], dtype, TOLERANCE[dtype], CPU if kind == "torch" else DEVICE)
+
+
+@every_kind
 @both_dtypes
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_tails_are_turned_in_place(dtype: torch.dtype, rows: int, normed: bool, back: bool) -> None:
+def test_tails_are_turned_in_place(dtype: torch.dtype, rows: int, normed: bool, back: bool, kind: str) -> None:
     def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
         x, table = inputs.given(rows, 4 * 12), table_of(inputs, rows, 8)
         norm = RmsNorm(inputs.weight(12), 1e-2) if normed else None
@@ -37,7 +50,7 @@ def test_tails_are_turned_in_place(dtype: torch.dtype, rows: int, normed: bool, 
         assert normed or torch.equal(heads[..., :4], still)
         return [x]
 
-    check(run, dtype)
+    check(run, dtype, kind)
 
 
 def test_turning_back_undoes_turning() -> None:
@@ -70,20 +83,21 @@ def test_gates_get_the_bias_of_their_place_in_fp32() -> None:
     assert torch.equal(out, x.float() + bias[[1, 0, 1]])
 
 
+@every_kind
 @both_dtypes
 @pytest.mark.parametrize("rows", [0, 1, 5])
-def test_streams_are_read_written_and_joined(dtype: torch.dtype, rows: int) -> None:
+def test_streams_are_read_written_and_joined(dtype: torch.dtype, rows: int, kind: str) -> None:
     def run(operations: Operations, inputs: Inputs) -> list[Tensor]:
         streams = inputs.table(rows, 3 * 8).view(rows, 3, 8)
         mix = StreamMix(RULE, inputs.weight(3), inputs.weight(15))
-        shares = StreamShares(torch.empty(rows, 3), torch.empty(rows, 3, 3))
+        shares = StreamShares(*(torch.empty(rows, *size, device=inputs.device) for size in ((3,), (3, 3))))
         out, joined, result = inputs.room(rows, 8), inputs.room(rows, 8), inputs.given(rows, 8)
         operations.collapse_streams(streams, inputs.weight(rows, 15), mix, shares, out)
         operations.expand_streams(result, shares, streams)
         head = StreamMix(RULE, inputs.weight(1), inputs.weight(3))
         operations.join_streams(streams, inputs.weight(rows, 3), head, joined)
         # Each stream is given as much as it gives.
-        torch.testing.assert_close(shares.mixing.sum(dim=1), torch.ones(rows, 3), atol=5e-3, rtol=0)
+        torch.testing.assert_close(shares.mixing.sum(dim=1), torch.ones_like(shares.writing), atol=5e-3, rtol=0)
         return [out, streams.flatten(1), joined]
 
-    check(run, dtype)
+    check(run, dtype, kind)
