@@ -145,8 +145,10 @@ class TritonOperations(Operations):
         self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares | None, out: Tensor
     ) -> None:
         numbers = residual.StreamNumbers(mix.rule.num_rounds, mix.rule.epsilon, mix.rule.norm_epsilon)
-        filled = (None, None) if shares is None else shares
-        residual.collapse_streams(streams, logits, mix.scale, mix.base, numbers, *filled, out, overlaps=self._overlaps)
+        writing, mixing = (None, None) if shares is None else shares
+        residual.collapse_streams(
+            streams, logits, mix.scale, mix.base, numbers, writing, mixing, out, overlaps=self._overlaps
+        )
 
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         pointwise.gate(gate_rule(kind), gate, up, out, overlaps=self._overlaps)

@@ -74,15 +74,16 @@ def test_experts_in_fp4_at_once_equal_those_one_by_one(saved: Path, tmp_path: Pa
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     from sightline.layers.stacked_experts import StackedExperts  # needs Triton
 
-    found = []
+    banks, found = [], []
     for compute in (ExpertCompute.ONE_BY_ONE, ExpertCompute.AT_ONCE):
         stored = open_checkpoint(tmp_path, Ledger())
         weights = WeightReader(stored, torch.float32, CPU, Ledger(), lambda *_: None, expert_compute=compute)
         mlp = define_model(stored.config, Ledger()).load(weights).states.layers[2].mlp
         assert isinstance(mlp, ExpertMlp)
         found.append(feed(mlp, x))
-    assert isinstance(mlp.bank, StackedExperts)
-    assert mlp.bank.gate_up.form is mlp.bank.down.form is WeightForm.MXFP4
+        banks.append(mlp.bank)
+    assert isinstance(banks[1], StackedExperts)
+    assert banks[1].gate_up.form is banks[1].down.form is WeightForm.MXFP4
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
