@@ -29,10 +29,10 @@ def doubly_stochastic(positive: Tensor, num_rounds: int, epsilon: float) -> Tens
 
     `num_rounds` counts the divisions of columns. With many of them, all rows and columns add up to 1.
     """
-    mixed = positive / (positive.sum(dim=-2, keepdim=True) + epsilon)
+    mixed = positive / positive.sum(dim=-2, keepdim=True).add_(epsilon)
     for _ in range(num_rounds - 1):
-        mixed = mixed / (mixed.sum(dim=-1, keepdim=True) + epsilon)
-        mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + epsilon)
+        mixed.div_(mixed.sum(dim=-1, keepdim=True).add_(epsilon))
+        mixed.div_(mixed.sum(dim=-2, keepdim=True).add_(epsilon))
     return mixed
 
 
