@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.hybrids import HYBRIDS, make_hybrid
+from support.tiny_deepseek_v4 import V4, make_v4
 from support.tiny_models import make_model
 from support.tiny_sparse import SPARSE, make_sparse
 
@@ -21,6 +22,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
             makers = dict.fromkeys(HYBRIDS, make_hybrid) | dict.fromkeys(SPARSE, make_sparse)
+            makers |= dict.fromkeys(V4, make_v4)
             makers.get(family, make_model)(family).save_pretrained(made[family])
         return made[family]
 

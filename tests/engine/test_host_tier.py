@@ -35,7 +35,7 @@ families = pytest.mark.parametrize(
         "gemma3",
         *[pytest.param(name, marks=pytest.mark.prove) for name in ("llama", "gpt_oss", "deepseek_v3")],
         *[pytest.param(name, marks=pytest.mark.prove) for name in ("qwen3_next", "kimi_linear")],
-        *[pytest.param(name, marks=pytest.mark.prove) for name in ("deepseek_v32", "glm_moe_dsa")],
+        *[pytest.param(name, marks=pytest.mark.prove) for name in ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")],
     ],
 )
 

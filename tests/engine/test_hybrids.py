@@ -31,7 +31,7 @@ from support.tiny_models import prompts_alike, random_prompts
 NGRAM = {"method": "ngram"}
 REPEATED = prompts_alike(22, 4, 5)
 ROUNDS = [REPEATED, REPEATED, prompts_alike(9, 3, 14), random_prompts([30, 2, 8])]
-PROVEN = ("bailing_hybrid", "minimax", "nemotron_h", "granite_hybrid", "lfm2")
+PROVEN = ("bailing_hybrid", "minimax", "nemotron_h", "granite_hybrid", "lfm2", "deepseek_v4")
 """One family of each kind of layer. The others differ from these in what is tested with their models."""
 VARIANTS = [pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS if name not in (*ROUTINE, *PROVEN)]
 families = pytest.mark.parametrize("family", [*ROUTINE, *proofs(*PROVEN), *VARIANTS])

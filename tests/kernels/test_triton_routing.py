@@ -19,6 +19,7 @@ KINDS = {
     "odd groups": Routing(15, 5, Share.OF_CHOSEN, Score.SIGMOID, Groups(5, 3, ranked_by=2), corrected=True, scale=2.5),
     "all groups": Routing(8, 2, Share.OF_CHOSEN, groups=Groups(2, 2, ranked_by=2)),
     "correction": Routing(12, 4, Share.OF_CHOSEN, Score.SIGMOID, corrected=True),
+    "root of softplus": Routing(12, 4, Share.OF_CHOSEN, Score.SQRT_SOFTPLUS, corrected=True, scale=1.5),
     "one of one": Routing(1, 1, Share.OF_ALL),
     "all of them": Routing(5, 5, Share.OF_CHOSEN),
 }

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV4Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
 from sightline.layers.routing import Groups, Routing, Score, Share
 
@@ -69,6 +70,41 @@ def test_sigmoid_scores_are_those_of_deepseek_v3(norm_topk_prob: bool, n_group: 
     routing = replace(SIGMOID, share=share, groups=Groups(n_group, topk_group, ranked_by=2))
     got = routing.choose(logits, router.e_score_correction_bias)
     torch.testing.assert_close(dense(*got), dense(experts, weights))
+
+
+V4 = Routing(NUM_EXPERTS, PER_TOKEN, Share.OF_CHOSEN, Score.SQRT_SOFTPLUS, corrected=True, scale=1.5)
+
+
+def v4_config() -> DeepseekV4Config:
+    return DeepseekV4Config(
+        vocab_size=9,
+        hidden_size=HIDDEN,
+        n_routed_experts=NUM_EXPERTS,
+        num_experts_per_tok=PER_TOKEN,
+        routed_scaling_factor=1.5,
+    )
+
+
+def test_roots_of_softplus_are_those_of_deepseek_v4() -> None:
+    router = DeepseekV4TopKRouter(v4_config())
+    router.weight.data = normal(NUM_EXPERTS, HIDDEN, seed=1)
+    router.e_score_correction_bias.copy_(normal(NUM_EXPERTS, seed=3))
+    with torch.no_grad():
+        logits, weights, experts = router(normal(50, HIDDEN, seed=2))
+    got = V4.choose(logits, router.e_score_correction_bias)
+    torch.testing.assert_close(dense(*got), dense(experts, weights))
+
+
+def test_listed_experts_have_the_weights_of_deepseek_v4() -> None:
+    router = DeepseekV4HashRouter(v4_config())
+    router.weight.data = normal(NUM_EXPERTS, HIDDEN, seed=1)
+    listed = normal(9, NUM_EXPERTS, seed=4).argsort(dim=1)[:, :PER_TOKEN]
+    router.tid2eid.copy_(listed)
+    tokens = torch.tensor([3, 8, 0, 3, 5])
+    with torch.no_grad():
+        logits, weights, experts = router(normal(5, HIDDEN, seed=2), tokens)
+    assert torch.equal(listed[tokens], experts)
+    torch.testing.assert_close(V4.weigh(logits, listed[tokens]), weights)
 
 
 def test_no_expert_of_a_closed_group_is_chosen_however_low_the_others_are() -> None:

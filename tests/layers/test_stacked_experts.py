@@ -16,7 +16,7 @@ from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.triton.experts import StackedWeights
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.linear import Linear
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertCompute, ExpertMlp, SeparateExperts
@@ -24,6 +24,7 @@ from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.layers.sink import Added, Sink, Written
 from sightline.layers.source import Given
 from sightline.layers.stacked_experts import StackedExperts
+from sightline.layers.step_tokens import TokenBuffers
 from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
@@ -44,6 +45,7 @@ COMPUTES = (ExpertCompute.ONE_BY_ONE, ExpertCompute.AT_ONCE)
 HIDDEN, SIZE, NUM_EXPERTS = 20, 12, 6
 ROUTINGS = {
     "softmax": Routing(NUM_EXPERTS, 2, Share.OF_CHOSEN),
+    "roots": Routing(NUM_EXPERTS, 3, Share.OF_CHOSEN, Score.SQRT_SOFTPLUS, corrected=True, scale=1.5),
     "groups": Routing(NUM_EXPERTS, 3, Share.OF_CHOSEN, Score.SIGMOID, Groups(3, 2, ranked_by=2), True, 2.5),
 }
 
@@ -81,7 +83,8 @@ def at_once(layer: ExpertMlp) -> ExpertMlp:
     [(1, Written), (9, Added), *(pytest.param(40, sink, marks=pytest.mark.prove) for sink in (Written, Added))],
 )
 @pytest.mark.parametrize(
-    ("routing", "gate"), [("softmax", Activation.SILU), ("groups", ClampedSwiglu(alpha=1.7, limit=0.8))]
+    ("routing", "gate"),
+    [("softmax", Activation.SILU), ("groups", ClampedSwiglu(alpha=1.7, limit=0.8)), ("roots", ClampedSilu(limit=0.8))],
 )
 def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Sink], routing: str, gate: Gate) -> None:
     """With a shared feed-forward, and in both memory orders of activations: 9 and 40 tokens are feature-major."""
@@ -92,6 +95,21 @@ def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Si
     layer(Given(x), sink(expected), scratch_for(x))
     at_once(layer)(Given(x), sink(stream), scratch_for(x))
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_listed_experts_at_once_equal_those_one_by_one(num_tokens: int) -> None:
+    layer = make_layer(replace(ROUTINGS["roots"], corrected=False), ClampedSilu(limit=0.8), bias=False)
+    listed = normal(11, NUM_EXPERTS, seed=3).argsort(dim=1)[:, :3]
+    layer, x = replace(layer, listed=listed), normal(num_tokens, HIDDEN, seed=77)
+    found = []
+    for each in (layer, at_once(layer)):
+        scratch, out = scratch_for(x), torch.empty(num_tokens, HIDDEN)
+        each.buffers(scratch)
+        scratch.of(TokenBuffers).tokens.copy_(torch.arange(num_tokens) * 5 % 11)
+        each(Given(x), Written(out), scratch)
+        found.append(out)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 class NanRouter(Linear):

@@ -43,7 +43,7 @@ from support.tiny_models import relative_error
 
 REFUSALS = (UnsupportedModelError, ConfigError, CheckpointError)
 TOLERANCE = 1e-4
-PROVEN = ("llama3", "bert", "gpt_oss", "deepseek_v3, older form")
+PROVEN = ("llama3", "bert", "gpt_oss", "deepseek_v3, older form", "deepseek_v4")
 """Families of which each field is read somewhere in `make prove`. The others run with `pytest -m slow`."""
 SUBJECTS = [*BASES, *(f"{name}, older form" for name in OLDER)]
 EXTRA: dict[str, list[object]] = {

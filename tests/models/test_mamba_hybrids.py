@@ -25,7 +25,7 @@ from sightline.layers.norm import GroupNorm
 from sightline.layers.recurrent.mamba import Mamba
 from sightline.layers.recurrent.short_convolution import ShortConvolution
 from sightline.models.contract import Taps
-from sightline.models.decoder import DecoderLayer
+from sightline.models.decoder_layer import DecoderLayer
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
 from sightline.models.registry import define_model

@@ -22,7 +22,7 @@ from support.tiny_models import load_runtime, random_prompts, reference_logits, 
 
 @cache
 def base_runtime(folder: Path) -> Runtime:
-    return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=2))
+    return load_runtime(folder, EngineConfig(cache_tokens=256, max_model_len=256, max_num_seqs=2))
 
 
 def changed_runtime(folder: Path, change: Change) -> Runtime:

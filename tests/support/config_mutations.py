@@ -23,6 +23,7 @@ from transformers import (
     BertConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -220,6 +221,31 @@ BASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v32": lambda: DeepseekV32Config(
         **SIZES | LATENT | INDEX, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2}
     ),
+    "deepseek_v4": lambda: DeepseekV4Config(
+        **{name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+        | {"num_hidden_layers": 3},
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        layer_types=[SLIDING, "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        partial_rotary_factor=0.5,
+        rope_theta=100.0,
+        compress_rope_theta=300.0,
+        rope_parameters={name: value for name, value in YARN.items() if name != "rope_theta"},
+        sliding_window=5,
+        q_lora_rank=14,
+        o_groups=2,
+        o_lora_rank=6,
+        index_n_heads=16,
+        index_head_dim=6,
+        index_topk=3,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        hc_eps=0.02,
+        swiglu_limit=0.8,
+    ),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **SIZES | LATENT | INDEX, n_group=1, topk_group=1, indexer_types=["full", "shared"], rope_theta=100.0
     ),
@@ -411,6 +437,9 @@ def make_subject(name: str, folder: Path, *, older: bool = False) -> Subject:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3, generator=generator)
+            if buffer_name.endswith("tid2eid"):
+                ranks = torch.rand(len(buffer), settings.n_routed_experts, generator=generator)
+                buffer.copy_(ranks.argsort(dim=1)[:, : buffer.shape[1]])
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     whole = json.loads(settings.to_json_string(use_diff=False))

@@ -6,7 +6,8 @@ from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention
 from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import LatentAttentionDefinition, SoftmaxAttentionDefinition
-from sightline.models.decoder import DecoderLayer, LayerDefinition
+from sightline.models.decoder import LayerDefinition
+from sightline.models.decoder_layer import DecoderLayer, StreamedLayer
 
 
 def softmax_of(layer: LayerDefinition) -> SoftmaxAttentionDefinition:
@@ -24,11 +25,11 @@ def rotary_of(layer: LayerDefinition) -> RotarySpec:
     return layer.rotary
 
 
-def softmax_layer(layer: DecoderLayer) -> SoftmaxAttention:
+def softmax_layer(layer: DecoderLayer | StreamedLayer) -> SoftmaxAttention:
     assert isinstance(layer.attention, SoftmaxAttention)
     return layer.attention
 
 
-def latent_layer(layer: DecoderLayer) -> LatentAttention:
+def latent_layer(layer: DecoderLayer | StreamedLayer) -> LatentAttention:
     assert isinstance(layer.attention, LatentAttention)
     return layer.attention

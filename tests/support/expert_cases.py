@@ -193,6 +193,8 @@ def gated(rule: GateRule, gate: Tensor, up: Tensor) -> Tensor:
         case GateKind.CLAMPED_SWIGLU:
             gate = gate.clamp(max=rule.limit)
             return (up.clamp(-rule.limit, rule.limit) + 1.0) * gate * torch.sigmoid(rule.alpha * gate)
+        case GateKind.CLAMPED_SILU:
+            return F.silu(gate.clamp(max=rule.limit)) * up.clamp(-rule.limit, rule.limit)
 
 
 def on_device(weights: StackedWeights) -> StackedWeights:

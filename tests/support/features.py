@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -20,7 +20,8 @@ from sightline.layers.per_layer import PerLayerInputs
 from sightline.layers.rotary import ProportionalScaling, RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import LatentAttentionDefinition
-from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
+from sightline.models.decoder import Decoder, DecoderDefinition
+from sightline.models.decoder_layer import DecoderLayer
 from sightline.models.feed_forward import ExpertFeedForward
 from support.definitions import latent_layer, latent_of, softmax_layer, softmax_of
 from support.layers import experts_of, without_bias
@@ -180,7 +181,9 @@ def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:
 def in_layer(name: str, change: Callable[[DecoderLayer], DecoderLayer]) -> Change:
     def changed(decoder: Decoder) -> Decoder:
         states = decoder.states
-        return replace(decoder, states=replace(states, layers=tuple(change(layer) for layer in states.layers)))
+        # Layers with several residual streams have the same parts.
+        layers = cast("tuple[DecoderLayer, ...]", states.layers)
+        return replace(decoder, states=replace(states, layers=tuple(change(layer) for layer in layers)))
 
     return Change(name, build=changed)
 

@@ -47,8 +47,10 @@ def make_table(
 ) -> RotaryTable:
     """The table for positions [num_tokens], on their device."""
     sizes = (spec.head_dim, spec.head_dim // 2, spec.head_dim // 2)
-    parts = (torch.full((len(positions), 1, size), torch.nan, dtype=dtype, device=positions.device) for size in sizes)
-    table = RotaryTable(*parts)
+    cos, sin, minus_sin = (
+        torch.full((len(positions), 1, size), torch.nan, dtype=dtype, device=positions.device) for size in sizes
+    )
+    table = RotaryTable(cos, sin, minus_sin)
     operations.rotary_table(Rotary(spec, positions.device), positions, table)
     return table
 

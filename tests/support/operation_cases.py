@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import HEAD_GATES, IndexRows, LatentRows, Operations, TurnedHeads
@@ -23,7 +23,7 @@ YARN = YarnScaling(4.0, 32.0, 1.0, 1024, True, 1.25)
 Run = Callable[[Operations, "Inputs"], list[Tensor]]
 Check = Callable[[Run, torch.dtype, int], None]
 """Compares a run, in a dtype, of so many rows, with torch's."""
-GATES: list[Gate] = [*Activation, ClampedSwiglu(alpha=1.7, limit=0.8)]
+GATES: list[Gate] = [*Activation, ClampedSwiglu(alpha=1.7, limit=0.8), ClampedSilu(limit=0.8)]
 
 all_dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.prove)], ids=str
@@ -249,7 +249,8 @@ class OperationCases:
             half = spec.head_dim // 2
             parts = [inputs.room(rows, size).unsqueeze(1) for size in (spec.head_dim, half, half)]
             positions = torch.tensor([0, 1, 7, 999, 131_071], device=inputs.device)[:rows]
-            operations.rotary_table(Rotary(spec, inputs.device), positions, RotaryTable(*parts))
+            table = RotaryTable(parts[0], parts[1], parts[2])
+            operations.rotary_table(Rotary(spec, inputs.device), positions, table)
             return parts
 
         check(run, dtype, rows)

@@ -54,11 +54,13 @@ from sightline.kernels.triton.recurrent_chunks import CHUNK, ChunkedLayer, CutRo
 from sightline.kernels.triton.recurrent_steps import RecurrentLayer, RecurrentRule, recurrent_steps
 from sightline.kernels.triton.recurrent_tokens import TokenRows, TokenSlots, find_tokens
 from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_index, turn_latents
-from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.kernels.triton.routing import RoutingRule, ScoreKind, choose_experts
 from sightline.kernels.triton.row_product import InputNorm, row_gated_product, row_product
 from sightline.kernels.triton.short_convolution import Convolution, Split, convolve, split_mixed
 from sightline.kernels.triton.slots import count_choices, find_slots, list_slots
 from sightline.kernels.triton.state_gates import delta_gates, gate_heads, gated_norm, norm_gated, time_steps
+from sightline.kernels.triton.streams import StreamNumbers, collapse_streams, expand_streams
+from sightline.kernels.triton.tails import turn_tails
 from sightline.kernels.triton.thin_product import exact_product, thin_gated_product, thin_product
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
@@ -204,7 +206,7 @@ def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     best_tokens(meta(TOKENS, 32_001, dtype=FP32), meta(2, TOKENS, dtype=INT64))
     for kind in GateKind:
         gate(GateRule(kind), x, x, x, overlaps=True)
-    for kind in set(GateKind) - {GateKind.CLAMPED_SWIGLU}:
+    for kind in set(GateKind) - {GateKind.CLAMPED_SWIGLU, GateKind.CLAMPED_SILU}:
         activate(kind, x)
     for dim in (head_dim, 64):
         cos, sin = meta(TOKENS, 1, dim, dtype=dtype), meta(TOKENS, 1, dim // 2, dtype=dtype)
@@ -320,6 +322,20 @@ def compile_routing(rule: RoutingRule, num_experts: int, *, corrected: bool) -> 
     choose_experts(meta(TOKENS, num_experts, dtype=torch.float32), correction, rule, experts, weights, overlaps=True)
 
 
+def compile_streams() -> None:
+    """Those of DeepSeek V4, and heads of its queries, keys and index queries."""
+    streams, numbers = meta(TOKENS, 4, 4096), StreamNumbers(20, 1e-6, 1e-6)
+    logits, base, scale = (meta(*shape, dtype=FP32) for shape in ((TOKENS, 24), (24,), (3,)))
+    writing, mixing, out = meta(TOKENS, 4, dtype=FP32), meta(TOKENS, 4, 4, dtype=FP32), meta(TOKENS, 4096)
+    collapse_streams(streams, logits, scale, base, numbers, writing, mixing, out, overlaps=True)
+    collapse_streams(streams, logits, scale, base, numbers, None, None, out, overlaps=True)
+    expand_streams(out, writing, mixing, streams, overlaps=True)
+    cos, sin = meta(TOKENS, 1, 64), meta(TOKENS, 1, 32)
+    turn_tails(meta(TOKENS, 64, 512), meta(512, dtype=FP32), 1e-6, cos, sin, overlaps=True)
+    turn_tails(meta(TOKENS, 1, 512), meta(512, dtype=FP32), 1e-6, cos, sin, overlaps=True)
+    turn_tails(meta(TOKENS, 64, 128), None, 0.0, cos, sin, overlaps=True)
+
+
 def compile_hot_entries() -> None:
     """What DeepSeek V3.2 chooses, in buffers of twice as many; 2 layers and 4 rows."""
     size, top_k, width, slots = 4096, 2048, 144, meta(TOKENS, 2048, dtype=INT64)
@@ -366,10 +382,15 @@ def main() -> None:
     compile_experts(512, GateKind.CLAMPED_SWIGLU)
     compile_experts(8192, GateKind.GELU_TANH)
     compile_experts(4, GateKind.CLAMPED_SWIGLU, WeightForm.MXFP4)
+    compile_experts(64, GateKind.CLAMPED_SILU, WeightForm.MXFP4)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_BLOCKS)
     compile_experts(8192, GateKind.SILU, WeightForm.FP8_PRODUCTS)
-    compile_routing(RoutingRule(False, False, 1.0), 64, corrected=False)
-    compile_routing(RoutingRule(True, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True)
+    compile_routing(RoutingRule(ScoreKind.SOFTMAX, False, 1.0), 64, corrected=False)
+    compile_routing(RoutingRule(ScoreKind.SQRT_SOFTPLUS, True, 1.5), 256, corrected=True)
+    compile_routing(
+        RoutingRule(ScoreKind.SIGMOID, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True
+    )
+    compile_streams()
     compile_hot_entries()
 
 

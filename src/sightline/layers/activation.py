@@ -24,5 +24,12 @@ class ClampedSwiglu:
     limit: float
 
 
-Gate = Activation | ClampedSwiglu
+@dataclass(frozen=True)
+class ClampedSilu:
+    """SiLU(gate) * up, with the gate at most `limit` and up within ±`limit`."""
+
+    limit: float
+
+
+Gate = Activation | ClampedSwiglu | ClampedSilu
 """How gate and up are combined. An `Activation` is applied to the gate, and the result multiplied by up."""

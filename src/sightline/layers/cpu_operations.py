@@ -14,11 +14,13 @@ from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.pointwise import GateCode
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers import portable
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import HEAD_GATES, IndexRows, LatentRows, Operations, TurnedHeads
-from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.rotary import Rotary, RotaryTable, WindowTable
+from sightline.layers.stream_mix import StreamMix, StreamShares
 from sightline.layers.time_steps import TimeSteps
 
 _CODES: MappingProxyType[Activation, GateCode] = MappingProxyType(
@@ -87,6 +89,9 @@ class CpuOperations(Operations):
             *places,
         )
         self._launch(self._rotary_table, arguments, positions, frequencies, *tables)
+
+    def window_table(self, rotary: Rotary, positions: Tensor, size: int, out: WindowTable) -> None:
+        portable.window_table(rotary, positions, size, out)
 
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
         self._norm(x, 0, norm, out, x)
@@ -160,12 +165,31 @@ class CpuOperations(Operations):
         )
         self._launch(self._turn, arguments, x, table.cos, table.sin, out, *keeps)
 
+    def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
+        portable.turn_tails(x, norm, table, back=back)
+
+    def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
+        portable.add_places(x, bias, places, out)
+
+    def collapse_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
+    ) -> None:
+        portable.collapse_streams(streams, logits, mix, shares, out)
+
+    def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
+        portable.expand_streams(result, shares, streams)
+
+    def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
+        portable.join_streams(streams, logits, mix, out)
+
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         match kind:
             case Activation():
                 code, alpha, limit = _CODES[kind], 0.0, 0.0
             case ClampedSwiglu(alpha, limit):
                 code = GateCode.CLAMPED_SWIGLU
+            case ClampedSilu(limit):
+                code, alpha = GateCode.CLAMPED_SILU, 1.0
         arguments = (*self._rows(gate), *self._rows(up), *self._rows(out), *out.shape)
         self._launch(self._gates[code], (*arguments, float_bits(alpha), float_bits(limit)), gate, up, out)
 

@@ -119,3 +119,27 @@ class BlockLinear(Projection):
         out.add_(self.product(x))
         if self.bias is not None:
             out.add_(self.bias)
+
+
+class GroupedLinear(Projection):
+    """Projections of groups of inputs, each to outputs of its own, without bias."""
+
+    turns = False
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` is [groups, outputs of a group, inputs of a group]."""
+        self.weight = weight
+        groups, outputs, inputs = weight.shape
+        self.in_features, self.out_features = groups * inputs, groups * outputs
+        self._transposed = weight.mT
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        groups, outputs, inputs = self.weight.shape
+        given = x.view(len(x), groups, inputs).transpose(0, 1)
+        room = out.view(len(x), groups, outputs).transpose(0, 1)
+        torch.bmm(given, self._transposed, out=room)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        result = torch.empty_like(out)
+        self(x, result)
+        out.add_(result)

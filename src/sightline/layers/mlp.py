@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sightline.layers.activation import Activation
+from sightline.layers.activation import Activation, Gate
 from sightline.layers.linear import GateRoom, Projection
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
@@ -76,12 +76,12 @@ class SelfGatedMlp:
 
 @dataclass(frozen=True, eq=False)
 class GatedMlp:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or another way to combine gate and up."""
 
     gate_up: Projection
     """Gate and up side by side: [2 * intermediate, hidden]."""
     down: Projection
-    activation: Activation
+    activation: Gate
     row_gate: Projection | None = None
     """A projection to one number per token, whose sigmoid scales the token's result; None if there is no such gate."""
 

@@ -21,6 +21,7 @@ from sightline.layers.routing import Routing
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink, Written
 from sightline.layers.source import Given, Source
+from sightline.layers.step_tokens import TokenBuffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,10 @@ class ExpertBank(ABC):
         """Experts and their fp32 weights, as `Routing.choose` returns them, in an integer dtype of the bank's own."""
 
     @abstractmethod
+    def weigh(self, routing: Routing, logits: Tensor, chosen: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Like `choose`, of experts [num_tokens, per_token] that were chosen without the logits."""
+
+    @abstractmethod
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
         """Gives the sink the weighted sum of the chosen experts' outputs for x [num_tokens, hidden].
 
@@ -89,6 +94,10 @@ class SeparateExperts(ExpertBank):
     ) -> tuple[Tensor, Tensor]:
         del scratch
         return routing.choose(logits, correction)
+
+    def weigh(self, routing: Routing, logits: Tensor, chosen: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        del scratch
+        return chosen, routing.weigh(logits, chosen)
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
         num_tokens, hidden = x.shape
@@ -133,6 +142,9 @@ class NarrowExperts(ExpertBank):
     ) -> tuple[Tensor, Tensor]:
         return self.bank.choose(routing, logits, correction, scratch)
 
+    def weigh(self, routing: Routing, logits: Tensor, chosen: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        return self.bank.weigh(routing, logits, chosen, scratch)
+
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
         buffers = scratch.of(NarrowBuffers, self.inwards.out_features)
         self.inwards(x, buffers.inputs)
@@ -159,10 +171,15 @@ class ExpertMlp:
     """[num_experts] fp32 if the routing is corrected, otherwise None."""
     shared: GatedMlp | SelfGatedMlp | None = None
     """A feed-forward that every token goes through, with weight 1 or the one that its own gate gives it."""
+    listed: Tensor | None = None
+    """[vocab_size, experts_per_token] int64: the experts of each token, whose weights alone the router then gives; None
+    if the router chooses them."""
 
     def buffers(self, scratch: Scratch) -> RouterBuffers:
         if self.shared is not None:
             self.shared.buffers(scratch)
+        if self.listed is not None:
+            scratch.of(TokenBuffers)
         self.bank.reserve(scratch, self.routing.experts_per_token)
         return scratch.of(RouterBuffers, self.routing.num_experts)
 
@@ -171,7 +188,11 @@ class ExpertMlp:
         x = source.rows(scratch.operations)
         logits = scratch.of(RouterBuffers, self.routing.num_experts).logits
         self.router(x, logits)
-        experts, weights = self.bank.choose(self.routing, logits, self.correction, scratch)
+        if self.listed is None:
+            experts, weights = self.bank.choose(self.routing, logits, self.correction, scratch)
+        else:
+            chosen = self.listed.index_select(0, scratch.of(TokenBuffers).tokens)
+            experts, weights = self.bank.weigh(self.routing, logits, chosen, scratch)
         self.bank(x, experts, weights, sink, scratch)
         if self.shared is not None:
             self.shared(Given(x), sink.onto(), scratch)

@@ -17,7 +17,8 @@ from torch import Tensor
 from sightline.layers.activation import Activation, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
-from sightline.layers.rotary import Halves, Rotary, RotaryTable
+from sightline.layers.rotary import Halves, Rotary, RotaryTable, WindowTable
+from sightline.layers.stream_mix import StreamMix, StreamShares
 from sightline.layers.time_steps import TimeSteps
 
 HEAD_GATES = (Activation.SILU, Activation.SIGMOID)
@@ -87,6 +88,10 @@ class Operations(ABC):
         """Writes the cosines and sines for positions [num_tokens] int64. Angles are computed in fp32."""
 
     @abstractmethod
+    def window_table(self, rotary: Rotary, positions: Tensor, size: int, out: WindowTable) -> None:
+        """Writes what is known of each token's window of `size` tokens, for positions [num_tokens] int64."""
+
+    @abstractmethod
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
         """Writes the norm of x [num_tokens, features] to `out`, which may be x itself."""
 
@@ -119,6 +124,46 @@ class Operations(ABC):
     @abstractmethod
     def turn_index(self, rows: IndexRows, norm: LayerNorm, table: RotaryTable) -> None:
         """Normalises the key, and rotates the first dimensions of queries and key, as many as the table has."""
+
+    @abstractmethod
+    def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
+        """Normalises each head of x [num_tokens, heads, dim] in place, if there is a norm, and rotates its tail.
+
+        The tail has as many dimensions as the table, and dimension 2i of it is paired with 2i + 1. With `back`, the
+        rotation is undone. Each head is contiguous; the strides of tokens and heads are arbitrary.
+        """
+
+    @abstractmethod
+    def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
+        """Writes x [num_tokens, size] plus the row of bias [num_places, size] fp32 that `places` names to `out` fp32.
+
+        `places` are [num_tokens] int64.
+        """
+
+    @abstractmethod
+    def collapse_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
+    ) -> None:
+        """Writes what a part of the network reads of the streams to `out` [num_tokens, size], and fills the shares.
+
+        Streams are [num_tokens, count, size], contiguous; `logits` [num_tokens, num_logits] fp32 is their projection as
+        they are, and the shares come from the projection of their norm.
+
+            reading  sigmoid + epsilon          the sum of the streams is weighted by it
+            writing  2 * sigmoid
+            mixing   softmax over k + epsilon, divided in turn by the sums of its columns and rows
+        """
+
+    @abstractmethod
+    def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
+        """Makes stream k writing[k] * result + sum over j of mixing[j, k] * stream j, in place.
+
+        The result is [num_tokens, size], the streams [num_tokens, count, size], contiguous.
+        """
+
+    @abstractmethod
+    def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
+        """Like `collapse_streams`, of logits [num_tokens, count], which are shares of reading alone."""
 
     @abstractmethod
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:

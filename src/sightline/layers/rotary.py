@@ -71,6 +71,8 @@ class RotarySpec:
     scaling: RopeScaling | None = None
     rotated_dim: int | None = None
     """The number of dimensions of a head that are rotated, the first pairs; None if all are."""
+    window: int | None = None
+    """The number of tokens in a compression window, if the layer also rotates entries; None if it has no entries."""
 
     def __post_init__(self) -> None:
         if self.rotated_dim is not None and self.amplitude != 1.0:
@@ -95,6 +97,16 @@ class Halves(NamedTuple):
         return Halves(heads, *heads.chunk(2, dim=-1))
 
 
+class WindowTable(NamedTuple):
+    """What layers whose entries stand for windows of several tokens know of each token's window."""
+
+    places: Tensor
+    """[num_tokens] int64: the token's place in its window."""
+    cos: Tensor
+    """[num_tokens, head_dim / 2] fp32: the cosines at the first position of the window."""
+    sin: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
     """The cosines and sines of a step."""
@@ -105,6 +117,8 @@ class RotaryTable:
     """[num_tokens, 1, head_dim / 2]."""
     minus_sin: Tensor
     """-`sin`, of the same shape."""
+    windows: WindowTable | None = None
+    """None if the spec has no window."""
 
 
 class Rotary:

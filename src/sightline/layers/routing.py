@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _NOTHING = 1e-20
@@ -27,9 +28,17 @@ class Score(Enum):
     """The probability among all experts."""
     SIGMOID = "sigmoid"
     """Independent of the other experts."""
+    SQRT_SOFTPLUS = "sqrt-softplus"
+    """sqrt(log(1 + exp(logit))): independent of the other experts, and not bounded."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return logits.softmax(dim=-1) if self is Score.SOFTMAX else logits.sigmoid()
+        match self:
+            case Score.SOFTMAX:
+                return logits.softmax(dim=-1)
+            case Score.SIGMOID:
+                return logits.sigmoid()
+            case Score.SQRT_SOFTPLUS:
+                return F.softplus(logits).sqrt()
 
 
 class Share(Enum):
@@ -107,10 +116,17 @@ class Routing:
         ranks = ranks.masked_fill(is_broken, 0.0)
         closed = None if self.groups is None else self.groups.closed(ranks)
         experts = _best(ranks, self.experts_per_token, closed)
-        weights = scores.gather(1, experts).masked_fill_(is_broken, math.nan)
+        return experts, self._weights(scores.gather(1, experts).masked_fill_(is_broken, math.nan))
+
+    def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """The fp32 weights [num_tokens, per_token] of experts that were chosen without the logits, of that shape."""
+        return self._weights(self.score(logits.float()).gather(1, experts.long()))
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """The weights of chosen experts, from their scores."""
         if self.share is Share.OF_CHOSEN:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + _NOTHING)
-        return experts, weights if self.scale == 1.0 else weights * self.scale
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + _NOTHING)
+        return scores if self.scale == 1.0 else scores * self.scale
 
 
 def _best(ranks: Tensor, count: int, closed: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from sightline.kernels.triton.experts import (
     down_product,
     gate_up_product,
 )
-from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.kernels.triton.routing import RoutingRule, ScoreKind, choose_experts
 from sightline.layers.activation import Gate
 from sightline.layers.moe import ExpertBank
 from sightline.layers.routing import Groups, Routing, Score, Share
@@ -29,6 +29,11 @@ from sightline.layers.sink import Sink
 from sightline.layers.triton_operations import gate_rule
 
 _ONE_GROUP = Groups(1, 1, ranked_by=1)
+_SCORES = {
+    Score.SOFTMAX: ScoreKind.SOFTMAX,
+    Score.SIGMOID: ScoreKind.SIGMOID,
+    Score.SQRT_SOFTPLUS: ScoreKind.SQRT_SOFTPLUS,
+}
 
 
 class StackedBuffers:
@@ -68,6 +73,12 @@ class StackedExperts(ExpertBank):
         choose_experts(logits, correction, rule, buffers.experts, buffers.weights, overlaps=self.overlaps)
         return buffers.experts, buffers.weights
 
+    def weigh(self, routing: Routing, logits: Tensor, chosen: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        buffers = self._buffers(scratch, routing.experts_per_token)
+        buffers.experts.copy_(chosen)
+        buffers.weights.copy_(routing.weigh(logits, chosen))
+        return buffers.experts, buffers.weights
+
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
         num_choices, per_token, num_experts = experts.numel(), experts.shape[1], self.down.weight.shape[0]
         buffers, overlaps = self._buffers(scratch, per_token), self.overlaps
@@ -97,7 +108,7 @@ def routing_rule(routing: Routing) -> RoutingRule:
     """The routing as the kernel reads it."""
     groups = routing.groups or _ONE_GROUP
     return RoutingRule(
-        sigmoid=routing.score is Score.SIGMOID,
+        score=_SCORES[routing.score],
         normalised=routing.share is Share.OF_CHOSEN,
         scale=routing.scale,
         num_groups=groups.num_groups,

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.kernels import greedy
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers import portable
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
-from sightline.layers.rotary import Halves, Rotary, RotaryTable
+from sightline.layers.rotary import Halves, Rotary, RotaryTable, WindowTable
+from sightline.layers.stream_mix import StreamMix, StreamShares
 from sightline.layers.time_steps import TimeSteps
 
 _ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -57,6 +59,9 @@ class TorchOperations(Operations):
             cos, sin = cos.mul_(rotary.amplitude), sin.mul_(rotary.amplitude)
         torch.cat((cos, cos), dim=-1, out=out.cos)
         torch.neg(out.sin.copy_(sin), out=out.minus_sin)
+
+    def window_table(self, rotary: Rotary, positions: Tensor, size: int, out: WindowTable) -> None:
+        portable.window_table(rotary, positions, size, out)
 
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
         if x.dtype != torch.float32:
@@ -104,6 +109,23 @@ class TorchOperations(Operations):
             out[..., size:].copy_(given[..., size:])
             _rotate(Halves.of(given[..., :size]), table, Halves.of(out[..., :size]))
 
+    def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
+        portable.turn_tails(x, norm, table, back=back)
+
+    def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
+        portable.add_places(x, bias, places, out)
+
+    def collapse_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
+    ) -> None:
+        portable.collapse_streams(streams, logits, mix, shares, out)
+
+    def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
+        portable.expand_streams(result, shares, streams)
+
+    def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
+        portable.join_streams(streams, logits, mix, out)
+
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
         match kind:
             case Activation():
@@ -111,6 +133,8 @@ class TorchOperations(Operations):
             case ClampedSwiglu(alpha, limit):
                 gate = gate.clamp(max=limit)
                 torch.mul((up.clamp(-limit, limit) + 1.0) * gate, torch.sigmoid(alpha * gate), out=out)
+            case ClampedSilu(limit):
+                torch.mul(F.silu(gate.clamp(max=limit)), up.clamp(-limit, limit), out=out)
 
     def activate(self, kind: Activation, x: Tensor) -> None:
         _IN_PLACE[kind](x)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton import greedy, pointwise, rotations, state_gates
+from sightline.kernels.triton import greedy, pointwise, rotations, state_gates, tails
+from sightline.kernels.triton import streams as residual
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers import portable
+from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.decay_rates import DecayRates
 from sightline.layers.norm import GroupNorm, HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import IndexRows, LatentRows, Operations, TurnedHeads
-from sightline.layers.rotary import Rotary, RotaryTable
+from sightline.layers.rotary import Rotary, RotaryTable, WindowTable
+from sightline.layers.stream_mix import StreamMix, StreamShares
 from sightline.layers.time_steps import TimeSteps
 
 _KINDS = {
@@ -31,6 +34,8 @@ def gate_rule(gate: Gate) -> GateRule:
             return GateRule(_KINDS[gate])
         case ClampedSwiglu(alpha, limit):
             return GateRule(GateKind.CLAMPED_SWIGLU, alpha, limit)
+        case ClampedSilu(limit):
+            return GateRule(GateKind.CLAMPED_SILU, limit=limit)
 
 
 class TritonOperations(Operations):
@@ -50,6 +55,9 @@ class TritonOperations(Operations):
 
     def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
         rotations.rotary_table(positions, rotary.frequencies, rotary.amplitude, out.cos, out.sin, out.minus_sin)
+
+    def window_table(self, rotary: Rotary, positions: Tensor, size: int, out: WindowTable) -> None:
+        portable.window_table(rotary, positions, size, out)
 
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
         rms_norm(x, norm.weight, norm.epsilon, out, overlaps=self._overlaps)
@@ -112,6 +120,34 @@ class TritonOperations(Operations):
             table.sin,
             rows.turned,
             overlaps=self._overlaps,
+        )
+
+    def turn_tails(self, x: Tensor, norm: RmsNorm | None, table: RotaryTable, *, back: bool = False) -> None:
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        sin = table.minus_sin if back else table.sin
+        tails.turn_tails(x, weight, epsilon, table.cos, sin, overlaps=self._overlaps)
+
+    def add_places(self, x: Tensor, bias: Tensor, places: Tensor, out: Tensor) -> None:
+        portable.add_places(x, bias, places, out)
+
+    def collapse_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares, out: Tensor
+    ) -> None:
+        self._read_streams(streams, logits, mix, shares, out)
+
+    def expand_streams(self, result: Tensor, shares: StreamShares, streams: Tensor) -> None:
+        residual.expand_streams(result, *shares, streams, overlaps=self._overlaps)
+
+    def join_streams(self, streams: Tensor, logits: Tensor, mix: StreamMix, out: Tensor) -> None:
+        self._read_streams(streams, logits, mix, None, out)
+
+    def _read_streams(
+        self, streams: Tensor, logits: Tensor, mix: StreamMix, shares: StreamShares | None, out: Tensor
+    ) -> None:
+        numbers = residual.StreamNumbers(mix.rule.num_rounds, mix.rule.epsilon, mix.rule.norm_epsilon)
+        writing, mixing = (None, None) if shares is None else shares
+        residual.collapse_streams(
+            streams, logits, mix.scale, mix.base, numbers, writing, mixing, out, overlaps=self._overlaps
         )
 
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.layers.absent import AbsentAttention
 from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
+from sightline.layers.compressed import CompressedAttention
 from sightline.layers.latent import LatentAttention, QueryUp
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.norm import HeadNorms, RmsNorm
@@ -23,6 +24,7 @@ from sightline.layers.recurrent.kimi_delta import KimiDelta
 from sightline.layers.recurrent.lightning import LightningAttention
 from sightline.layers.recurrent.mamba import Mamba
 from sightline.layers.recurrent.short_convolution import ShortConvolution
+from sightline.models.compressed import CompressedAttentionDefinition
 from sightline.models.indexer import IndexerDefinition, half_split_order
 from sightline.models.norms import NormDefinition
 from sightline.models.recurrent.gated_delta import GatedDeltaDefinition
@@ -334,6 +336,7 @@ AttentionLayer = (
     SoftmaxAttention
     | BorrowedAttention
     | LatentAttention
+    | CompressedAttention
     | GatedDelta
     | KimiDelta
     | LightningAttention
@@ -345,6 +348,7 @@ AttentionDefinition = (
     SoftmaxAttentionDefinition
     | BorrowedAttentionDefinition
     | LatentAttentionDefinition
+    | CompressedAttentionDefinition
     | MambaDefinition
     | ShortConvolutionDefinition
     | GatedDeltaDefinition

@@ -23,8 +23,8 @@ class ExpertStack(NamedTuple):
 
     names: tuple[str, ...]
     """The names of their matrices."""
-    form: WeightForm
-    """The packed form that they keep, if all are stored in it and experts are computed at once."""
+    forms: tuple[WeightForm, ...]
+    """The packed forms that they keep, if all are stored in one of them and experts are computed at once."""
     unused_share: float
     """The share of them that a token does not use."""
 

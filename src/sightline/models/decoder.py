@@ -16,15 +16,15 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.layers.embedding import Embedding
-from sightline.layers.linear import Projection, Unnormed
+from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
-from sightline.layers.operations import Operations
-from sightline.layers.per_layer import PerLayerGate, PerLayerInputs
+from sightline.layers.per_layer import PerLayerInputs
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
-from sightline.layers.sink import Added, Written
-from sightline.layers.source import Given, Normed, Source
-from sightline.models.attention import AttentionDefinition, AttentionLayer
+from sightline.layers.step_tokens import TokenBuffers
+from sightline.layers.stream_mix import StreamRule
+from sightline.layers.streams import StreamHead
+from sightline.models.attention import AttentionDefinition
 from sightline.models.contract import (
     NO_TAPS,
     EmbedderDefinition,
@@ -34,9 +34,11 @@ from sightline.models.contract import (
     ModelDefinition,
     Taps,
 )
-from sightline.models.feed_forward import FeedForward, FeedForwardLayer
+from sightline.models.decoder_layer import DecoderLayer, StreamBuffers, StreamedLayer, TableBuffers
+from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.per_layer_inputs import PerLayerDefinition
+from sightline.models.residual_streams import load_connection, load_head, num_stream_weights
 from sightline.models.weights import WeightReader
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -124,6 +126,8 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     its result as it is; the norms, which do not see the factor, have another epsilon."""
     logit_scale: float = 1.0
     """Multiplies the logits."""
+    streams: StreamRule | None = None
+    """How several residual streams are read and written; None if there is one, to which parts of layers add."""
 
     def __post_init__(self) -> None:
         windows = [spec.window for spec in self.attention_specs() if spec is not None]
@@ -154,10 +158,18 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     @property
     def token_weights(self) -> int:
         size = self.hidden_size
+        streams = 0 if self.streams is None else num_stream_weights(self.streams, size) * len(self.layers)
         second = 0 if self.per_layer is None else 3 * size * self.per_layer.size * len(self.layers)
-        return second + sum(
-            each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers
+        return (
+            second
+            + streams
+            + sum(each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers)
         )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if a layer reads the tokens of a step, and not only what the network made of them."""
+        return any(layer.feed_forward.reads_tokens for layer in self.layers)
 
     @property
     def mask(self) -> RowMask:
@@ -208,21 +220,27 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
             raise ValueError(
                 "the states between the layers of a model with a residual multiplier are not supported yet"
             )
+        if taps.streams and self.streams is not None:
+            raise ValueError("the states between the layers of a model with several residual streams are not supported")
         if taps.streams and any(layer.residual is not None for layer in self.layers):
             raise ValueError("the states between layers that add to a norm are not supported yet")
         per_layer = None
         if self.per_layer is not None:
             per_layer = self.per_layer.load(weights, len(self.layers), self.hidden_size, self.norms)
         layers = tuple(
-            load_layer(self, index, weights, layer_prefix(index), per_layer) for index in range(len(self.layers))
+            load_layer(self, index, weights, layer_prefix(index), per_layer)
+            if self.streams is None
+            else load_streamed_layer(self, self.streams, index, weights)
+            for index in range(len(self.layers))
         )
+        head = None if self.streams is None else load_head(self.streams, weights, self.hidden_size)
         final_norm = self.norms_behind(len(self.layers)).load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
         for each in self.beside:
             weights.leave(each.prefix, each.what, each.why)
         specs = {layer.rotary: None for layer in self.layers if layer.rotary is not None}
         rotaries = {spec: Rotary(spec, weights.device) for spec in specs}
-        return DecoderStates(self, embedding, layers, final_norm, rotaries, taps, per_layer)
+        return DecoderStates(self, embedding, layers, final_norm, rotaries, taps, per_layer, head)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
@@ -241,91 +259,19 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return embedding, weights.projection({"lm_head": self.num_tokens}, self.hidden_size, bias=False)
 
 
-class StreamBuffers:
-    """The residual stream and the intermediate results of a layer."""
-
-    def __init__(self, scratch: Scratch, hidden_size: int) -> None:
-        self.hidden = scratch.take("stream.hidden", hidden_size)
-        self.normed = scratch.take("stream.normed", hidden_size)
-        self.result = scratch.take("stream.result", hidden_size)
-        self.onto_stream, self.alone = Added(self.hidden), Written(self.result)
-
-
-class TableBuffers:
-    """The cosines and sines of one rotary embedding."""
-
-    def __init__(self, scratch: Scratch, number: int, head_dim: int) -> None:
-        sizes = {"cos": head_dim, "sin": head_dim // 2, "minus_sin": head_dim // 2}
-        rows = {name: scratch.take_rows(f"rotary.{number}.{name}", size) for name, size in sizes.items()}
-        self.table = RotaryTable(**{name: each.unsqueeze(1) for name, each in rows.items()})
-
-
-@dataclass(frozen=True, eq=False)
-class DecoderLayer:
-    """One layer. Only sandwich models have norms after a sub-layer."""
-
-    rotary: RotarySpec | None
-    attention_norm: RmsNorm
-    attention: AttentionLayer
-    attention_out_norm: RmsNorm | None
-    mlp_norm: RmsNorm
-    """The same as `attention_norm` in a layer with one part."""
-    mlp: FeedForwardLayer
-    mlp_out_norm: RmsNorm | None
-    per_layer: PerLayerGate | None = None
-    scale: Tensor | None = None
-    """[1]: multiplies the stream behind the layer."""
-    attention_kept: RmsNorm | None = None
-    """The norm that replaces the stream before attention adds to it; None if the stream stays as it is."""
-    mlp_kept: RmsNorm | None = None
-    """The same for the feed-forward."""
-
-    def __call__(
-        self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
-    ) -> None:
-        """Adds the layer's output to the stream. `rotary` is None if the layer does not rotate."""
-        operations = scratch.operations
-        hidden, normed, result = stream.hidden, stream.normed, stream.result
-        attended = _read(stream, self.attention_norm, self.attention_kept, operations)
-        if self.attention_out_norm is None:
-            self.attention(attended, stream.onto_stream, planned, rotary, scratch)
-            transformed = _read(stream, self.mlp_norm, self.mlp_kept, operations)
-        else:
-            self.attention(attended, stream.alone, planned, rotary, scratch)
-            operations.add_normed_then_norm(result, self.attention_out_norm, hidden, self.mlp_norm, normed)
-            transformed = Given(normed)
-        if self.mlp_out_norm is None:
-            self.mlp(transformed, stream.onto_stream, scratch)
-        else:
-            self.mlp(transformed, stream.alone, scratch)
-            operations.add_normed(result, self.mlp_out_norm, hidden)
-        if self.per_layer is not None:
-            self.per_layer(hidden, result, scratch)
-        if self.scale is not None:
-            hidden.mul_(self.scale)
-
-
-def _read(stream: StreamBuffers, norm: RmsNorm, kept: RmsNorm | None, operations: Operations) -> Source:
-    """The norm of the stream, as the input of a part. If there is a norm to be kept, it then replaces the stream."""
-    source = Normed(Unnormed(stream.hidden, norm, stream.normed))
-    if kept is None:
-        return source
-    rows = source.rows(operations)
-    operations.norm(stream.hidden, kept, stream.hidden)
-    return Given(rows)
-
-
 @dataclass(frozen=True, eq=False)
 class DecoderStates(Model):
     """The network without its output projection."""
 
     definition: DecoderDefinition
     embedding: Embedding
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer | StreamedLayer, ...]
     final_norm: RmsNorm
     rotaries: dict[RotarySpec, Rotary]
     taps: Taps
     per_layer: PerLayerInputs | None = None
+    head: StreamHead | None = None
+    """What joins the residual streams; None if there is one."""
 
     @property
     def turns(self) -> bool:
@@ -343,6 +289,10 @@ class DecoderStates(Model):
             layer.mlp.buffers(scratch)
         if self.per_layer is not None:
             self.per_layer.buffers(scratch)
+        if self.head is not None:
+            self.head.rooms(scratch)
+        if self.definition.reads_tokens:
+            scratch.of(TokenBuffers)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         return scratch.operations.widened(self.wanted(planned, scratch))
@@ -361,10 +311,7 @@ class DecoderStates(Model):
         """Like `wanted`, if the input of the first layer is in the stream already."""
         batch, stream, operations = planned.batch, self.stream(scratch), scratch.operations
         tables = self._tables(scratch)
-        for spec, table in tables.items():
-            operations.rotary_table(self.rotaries[spec], batch.positions, table)
-        if self.per_layer is not None:
-            self.per_layer(batch.tokens, stream.hidden, scratch)
+        self._begin(planned, tables, scratch)
         taps = self._tapped(scratch)
         for index, layer in enumerate(self.layers):
             if index in taps:
@@ -372,11 +319,27 @@ class DecoderStates(Model):
             layer(stream, planned, None if layer.rotary is None else tables[layer.rotary], scratch)
         if len(self.layers) in taps:
             operations.copy(stream.hidden, taps[len(self.layers)])
+        if self.head is not None:
+            self.head.join(stream.hidden, scratch)
         if self.taps.final:
             operations.norm(stream.hidden, self.final_norm, self._made(scratch, self.taps.count - 1))
         wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
         operations.norm_rows(stream.hidden, batch.logit_indices, self.final_norm, wanted)
         return wanted
+
+    def _begin(self, planned: PlannedBatch, tables: Mapping[RotarySpec, RotaryTable], scratch: Scratch) -> None:
+        """Computes what all layers share. The embeddings are in the stream."""
+        batch, stream, operations = planned.batch, self.stream(scratch), scratch.operations
+        for spec, table in tables.items():
+            operations.rotary_table(self.rotaries[spec], batch.positions, table)
+            if spec.window is not None and table.windows is not None:
+                operations.window_table(self.rotaries[spec], batch.positions, spec.window, table.windows)
+        if self.per_layer is not None:
+            self.per_layer(batch.tokens, stream.hidden, scratch)
+        if self.definition.reads_tokens:
+            scratch.of(TokenBuffers).tokens.copy_(batch.tokens)
+        if self.head is not None:
+            self.head.rooms(scratch).fill(stream.hidden, scratch)
 
     def _tapped(self, scratch: Scratch) -> dict[int, Tensor]:
         """Where the states between layers go, by the number of layers before them."""
@@ -389,7 +352,8 @@ class DecoderStates(Model):
 
     def _tables(self, scratch: Scratch) -> dict[RotarySpec, RotaryTable]:
         return {
-            spec: scratch.of(TableBuffers, number, spec.head_dim).table for number, spec in enumerate(self.rotaries)
+            spec: scratch.of(TableBuffers, number, spec.head_dim, spec.window is not None).table
+            for number, spec in enumerate(self.rotaries)
         }
 
     def stream(self, scratch: Scratch) -> StreamBuffers:
@@ -466,6 +430,22 @@ def load_layer(
         scale=weights.take(f"{prefix}.layer_scalar", (1,)) if definition.scaled_layers else None,
         attention_kept=None if residual is None else first.times(residual.attention_factor),
         mlp_kept=None if residual is None else after_attention.times(residual.feed_forward_factor),
+    )
+
+
+def load_streamed_layer(
+    definition: DecoderDefinition, rule: StreamRule, index: int, weights: WeightReader
+) -> StreamedLayer:
+    """The layer `index` of a definition with several residual streams."""
+    size, prefix, described = definition.hidden_size, layer_prefix(index), definition.layers[index]
+    return StreamedLayer(
+        rotary=described.rotary,
+        attention_norm=definition.norms.load(weights, f"{prefix}.input_layernorm", size),
+        attention=described.attention.load(weights, index, f"{prefix}.{described.attention.stored_as}", size),
+        attention_streams=load_connection(rule, weights, f"{prefix}.attn_hc", size),
+        mlp_norm=definition.norms.load(weights, f"{prefix}.post_attention_layernorm", size),
+        mlp=described.feed_forward.load(weights, mlp_prefix(prefix), size),
+        mlp_streams=load_connection(rule, weights, f"{prefix}.ffn_hc", size),
     )
 
 

@@ -37,7 +37,7 @@ def stack_separate(
     size, hidden = sizes.size, sizes.hidden_size
     names = [[f"{prefix}.{number}.{part}_proj.weight" for part in parts] for number in range(sizes.num_experts)]
     form = weights.form_of(name for expert in names for name in expert)
-    join = _join_fp8 if form is WeightForm.FP8_BLOCKS else _join_plain
+    join = _JOINS.get(form, _join_plain)
     gate_up = join(weights, [expert[:-1] for expert in names], (size, hidden))
     down = join(weights, [expert[-1:] for expert in names], (hidden, size))
     return StackedExperts(gate_up, down, gate, overlaps_on(weights.device), gates_itself=len(parts) == 2)
@@ -75,6 +75,17 @@ def _join_plain(weights: WeightReader, names: Sequence[Sequence[str]], shape: tu
     return StackedWeights(joined.flatten(1, 2))
 
 
+def _join_mxfp4(weights: WeightReader, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> StackedWeights:
+    """Like `_join_plain`, as codes and scales."""
+    leading, (outputs, inputs) = (len(names), len(names[0])), shape
+    codes = torch.empty((*leading, outputs, inputs // 2), dtype=torch.uint8, device=weights.device)
+    scales = torch.empty((*leading, outputs, inputs // 32), dtype=torch.uint8, device=weights.device)
+    for number, expert in enumerate(names):
+        for part, name in enumerate(expert):
+            codes[number, part], scales[number, part] = weights.take_packed(name, shape)
+    return StackedWeights(codes.flatten(1, 2), None, WeightForm.MXFP4, scales.flatten(1, 2))
+
+
 def _join_fp8(weights: WeightReader, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> StackedWeights:
     """Like `_join_plain`, as codes and scales."""
     blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
@@ -87,3 +98,7 @@ def _join_fp8(weights: WeightReader, names: Sequence[Sequence[str]], shape: tupl
     in_fp8 = weights.expert_compute is ExpertCompute.AT_ONCE_IN_FP8
     form = WeightForm.FP8_PRODUCTS if in_fp8 else WeightForm.FP8_BLOCKS
     return StackedWeights(codes.flatten(1, 2), None, form, scales.flatten(1, 2))
+
+
+_JOINS = {WeightForm.FP8_BLOCKS: _join_fp8, WeightForm.MXFP4: _join_mxfp4}
+"""What joins the matrices of experts that are stored in a form; those of others are joined as numbers."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from sightline.core.errors import CheckpointError
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.absent import AbsentMlp
 from sightline.layers.activation import Activation, Gate
@@ -21,13 +23,17 @@ from sightline.layers.routing import Routing
 from sightline.models.contract import ExpertStack
 from sightline.models.weights import WeightReader
 
+TOKEN_EXPERTS = "tid2eid"
+"""The tensor that lists the experts of each token, beside the weight of the router."""
+
 
 @dataclass(frozen=True)
 class DenseFeedForward:
     """One gated feed-forward for every token."""
 
+    reads_tokens: ClassVar[bool] = False
     intermediate_size: int
-    activation: Activation
+    activation: Gate
     bias: bool = False
     joint: bool = False
     """True if gate and up are stored as one projection, `gate_up_proj`."""
@@ -53,6 +59,7 @@ class DenseFeedForward:
 class SelfGatedFeedForward:
     """One feed-forward for every token whose gate is its up projection."""
 
+    reads_tokens: ClassVar[bool] = False
     intermediate_size: int
     activation: Activation
     bias: bool = False
@@ -72,6 +79,8 @@ class SelfGatedFeedForward:
 @dataclass(frozen=True)
 class AbsentFeedForward:
     """Stands for no feed-forward: the layer only mixes tokens."""
+
+    reads_tokens: ClassVar[bool] = False
 
     def num_weights(self, hidden_size: int) -> int:
         del hidden_size
@@ -122,6 +131,13 @@ class ExpertFeedForward:
     """The name of that feed-forward inside the layer; empty if its tensors are beside those of the experts."""
     shared_is_gated: bool = False
     """True if the sigmoid of a product with the input multiplies its result. The weight's name ends with `_gate`."""
+    listed_tokens: int | None = None
+    """The size of the vocabulary if a table lists the experts of each token; None if the router chooses them."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True if a token's experts depend on the token itself, and not only on its state."""
+        return self.listed_tokens is not None
 
     def num_weights(self, hidden_size: int) -> int:
         """Weights that a token is multiplied with: the router, and the experts that it uses."""
@@ -141,13 +157,13 @@ class ExpertFeedForward:
         unused = 1.0 - self.routing.experts_per_token / self.routing.num_experts
         if self.storage is ExpertStorage.STACKED:
             names = [f"{prefix}.experts.{part}_proj" for part in ("gate_up", "down")]
-            return (ExpertStack(tuple(names), WeightForm.MXFP4, unused),)
+            return (ExpertStack(tuple(names), (WeightForm.MXFP4,), unused),)
         names = [
             f"{prefix}.experts.{number}.{part}_proj.weight"
             for number in range(self.routing.num_experts)
             for part in self._parts
         ]
-        return (ExpertStack(tuple(names), WeightForm.FP8_BLOCKS, unused),)
+        return (ExpertStack(tuple(names), (WeightForm.FP8_BLOCKS, WeightForm.MXFP4), unused),)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         stacked = self.storage is ExpertStorage.STACKED
@@ -161,6 +177,7 @@ class ExpertFeedForward:
             else self._load_narrow(weights, prefix, self.narrow, hidden_size),
             correction=self._load_correction(weights, f"{prefix}.{router}"),
             shared=self._load_shared(weights, f"{prefix}.{self.shared_as}".rstrip("."), hidden_size),
+            listed=self._load_list(weights, f"{prefix}.{router}.{TOKEN_EXPERTS}"),
         )
 
     def _load_narrow(self, weights: WeightReader, prefix: str, narrow: NarrowInputs, hidden_size: int) -> NarrowExperts:
@@ -183,6 +200,19 @@ class ExpertFeedForward:
         if not self.routing.corrected:
             return None
         return weights.take(f"{prefix}.e_score_correction_bias", (self.routing.num_experts,), dtype=torch.float32)
+
+    def _load_list(self, weights: WeightReader, name: str) -> Tensor | None:
+        """The experts of each token."""
+        if self.listed_tokens is None:
+            return None
+        num_experts = self.routing.num_experts
+        listed = weights.take(name, (self.listed_tokens, self.routing.experts_per_token), torch.int64)
+        if not listed.is_meta and not bool(((listed >= 0) & (listed < num_experts)).all()):
+            raise CheckpointError(
+                f"expected {name} to list experts from 0 to {num_experts - 1}, got {int(listed.min())} to "
+                f"{int(listed.max())}; the file is damaged: get it again"
+            )
+        return listed
 
     def _load_bank(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertBank:
         separate = self.storage is ExpertStorage.SEPARATE

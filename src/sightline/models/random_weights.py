@@ -9,6 +9,8 @@ over the experts:
     other projections                1 / sqrt(inputs)
     norms, and biases and sinks      exactly 1, and exactly 0
     logarithms of decay rates        exactly 0
+    connections of several streams   scales are 1, and what is added to them 0
+    experts of each token            in turn
     convolutions                     1 / sqrt(width)
 
 Does not know model families: a model is built once on torch's meta device, and what it asks for are its tensors.
@@ -26,13 +28,16 @@ import torch
 from torch import Tensor
 
 from sightline.core.ledger import Ledger
+from sightline.models.feed_forward import TOKEN_EXPERTS
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 
 _DTYPE = torch.bfloat16
-_INTO_STREAM = re.compile(r"\b(o_proj|out_proj|down_proj)\b")
+_INTO_STREAM = re.compile(r"\b(o_proj|o_b_proj|out_proj|down_proj)\b")
+_ZERO = ("bias", "sinks", "A_log", ".base", ".hc_base")
+_ONE = (".layer_scalar", ".D", ".scale", ".hc_scale")
 
 
 class RandomCheckpoint(ConfigCheckpoint):
@@ -54,13 +59,22 @@ class RandomCheckpoint(ConfigCheckpoint):
         self._seed = seed
 
     def _read(self, name: str) -> Tensor:
+        if name.endswith(TOKEN_EXPERTS):
+            return self._listed(name)
         made = torch.empty(self.tensors[name].shape, dtype=_DTYPE, device=self._device)
-        if name.endswith(("bias", "sinks", "A_log")):
+        if name.endswith(_ZERO):
             return made.zero_()
-        if "norm" in name or name.endswith((".layer_scalar", ".D")):
+        if "norm" in name or name.endswith(_ONE):
             return made.fill_(1.0)
         generator = torch.Generator(self._device).manual_seed(crc32(name.encode(), self._seed))
         return made.normal_(0.0, self._scale(name), generator=generator)
+
+    def _listed(self, name: str) -> Tensor:
+        """The experts of each token."""
+        experts = f"{name.rpartition('.gate.')[0]}.experts."
+        num_experts = sum(each.startswith(experts) and each.endswith("down_proj.weight") for each in self.tensors)
+        vocab_size, per_token = self.tensors[name].shape
+        return torch.arange(vocab_size * per_token, device=self._device).view(vocab_size, per_token) % num_experts
 
     def _scale(self, name: str) -> float:
         if "embed" in name:

@@ -18,6 +18,7 @@ from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
 from sightline.models.contract import Definition, EmbedderDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3, deepseek_v32
+from sightline.models.deepseek_v4 import deepseek_v4
 from sightline.models.eagle3 import Eagle3Definition
 from sightline.models.eagle3_config import LAYER_SECTION, flattened, original_head, speculators_head
 from sightline.models.field_effects import fields_without_effect
@@ -61,6 +62,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "DeepseekV32ForCausalLM": deepseek_v32,
+    "DeepseekV4ForCausalLM": deepseek_v4,
     "Glm4MoeForCausalLM": glm4_moe,
     "GlmMoeDsaForCausalLM": glm_moe_dsa,
     "NemotronHForCausalLM": nemotron_h,
@@ -93,6 +95,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
+    "deepseek_v4": "DeepseekV4",
     "kimi_k2": "DeepseekV3",
     "glm4_moe": "Glm4Moe",
     "glm_moe_dsa": "GlmMoeDsa",

@@ -159,9 +159,10 @@ def model_facts(
         else:
             quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
     packed = [
-        (stack.form, checkpoint.tensors[name].shape)
+        (form, checkpoint.tensors[name].shape)
         for stack in definition.expert_stacks
-        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
+        for form in stack.forms
+        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is form for name in stack.names)
         for name in stack.names
     ]
     return ModelFacts(

@@ -200,8 +200,9 @@ def test_a_config_alone_is_measured_with_random_weights(tmp_path: Path) -> None:
         ),
         (
             "--dummy-weights --model-config llama-9b",
-            "expected --model-config deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, gpt-oss-20b, "
-            "llama-8b, qwen3-0.6b, qwen3-next-12-layers, qwen3-next-small or a config.json",
+            "expected --model-config deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, "
+            "deepseek-v4-4-layers, deepseek-v4-small, gpt-oss-20b, llama-8b, qwen3-0.6b, qwen3-next-12-layers, "
+            "qwen3-next-small or a config.json",
         ),
     ],
 )

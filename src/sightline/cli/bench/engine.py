@@ -30,8 +30,9 @@ _RANDOM = {
     "model_config": click.option(
         "--model-config",
         metavar="NAME|FILE",
-        help="llama-8b, qwen3-0.6b, deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, gpt-oss-20b, "
-        "qwen3-next-12-layers, qwen3-next-small or a config.json, with --dummy-weights.",
+        help="llama-8b, qwen3-0.6b, deepseek-v2-lite, deepseek-v32-4-layers, deepseek-v32-small, "
+        "deepseek-v4-4-layers, deepseek-v4-small, gpt-oss-20b, qwen3-next-12-layers, qwen3-next-small or a "
+        "config.json, with --dummy-weights.",
     ),
 }
 """A model without a checkpoint."""

@@ -54,6 +54,8 @@ class GateCode(IntEnum):
     CLAMPED_SWIGLU = 4
     """Applied to gate and up together, see `layers.activation.ClampedSwiglu`."""
     SIGMOID = 5
+    CLAMPED_SILU = 6
+    """Applied to gate and up together, see `layers.activation.ClampedSilu`."""
 
 
 @numba.njit(inline="always")
@@ -101,10 +103,11 @@ def make_gate(X, KIND):
         for row in range(num_rows):
             for i in range(first, stop):
                 value, other = load(gate, row * gate_stride + i, X), load(up, row * up_stride + i, X)
-                if KIND == 4:
+                if KIND == 4 or KIND == 6:
                     value = min32(value, limit)
                     other = max32(min32(other, limit), -limit)
-                    result = (other + ONE) * value / (ONE + exp32(-alpha * value))
+                    added = ONE if KIND == 4 else ZERO
+                    result = (other + added) * value / (ONE + exp32(-alpha * value))
                 else:
                     result = activated(value, KIND) * other
                 store(out, row * out_stride + i, result, X)

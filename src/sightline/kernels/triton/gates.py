@@ -17,11 +17,13 @@ class GateKind(IntEnum):
     CLAMPED_SWIGLU = 4
     """(up + 1) * gate * sigmoid(alpha * gate), with the gate at most `limit` and up within ±`limit`."""
     SIGMOID = 5
+    CLAMPED_SILU = 6
+    """SiLU(gate) * up, with the gate at most `limit` and up within ±`limit`."""
 
 
 @dataclass(frozen=True)
 class GateRule:
-    """A kind, and the numbers of `CLAMPED_SWIGLU`, which others ignore."""
+    """A kind, and the numbers of the clamped kinds, which others ignore: `alpha` is 1 for `CLAMPED_SILU`."""
 
     kind: GateKind
     alpha: float = 1.0
@@ -31,10 +33,11 @@ class GateRule:
 @triton.jit
 def gated(gate, up, alpha, limit, KIND: tl.constexpr):
     """Gate and up, combined as the `GateKind` says."""
-    if KIND == 4:
+    if KIND == 4 or KIND == 6:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        result = (up + 1.0) * gate * sigmoid(alpha * gate)
+        added = 1.0 if KIND == 4 else 0.0
+        result = (up + added) * gate * sigmoid(alpha * gate)
     else:
         result = activated(gate, KIND) * up
     return result

@@ -4,6 +4,7 @@ Of equal ranks, that of the lower expert or group is higher. Does not know exper
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import triton
 import triton.language as tl
@@ -12,12 +13,21 @@ from torch import Tensor
 from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 
+class ScoreKind(IntEnum):
+    """How a logit becomes a score."""
+
+    SOFTMAX = 0
+    """The softmax among all experts."""
+    SIGMOID = 1
+    SQRT_SOFTPLUS = 2
+    """sqrt(log(1 + exp(logit)))."""
+
+
 @dataclass(frozen=True)
 class RoutingRule:
     """How logits become experts and weights."""
 
-    sigmoid: bool
-    """True if a score is the sigmoid of its logit, otherwise it is the softmax among all experts."""
+    score: ScoreKind
     normalised: bool
     """True if the weights of the chosen experts are divided by their sum."""
     scale: float
@@ -53,7 +63,7 @@ def choose_experts(
         weights,
         rule.scale,
         *logits.stride(),
-        SIGMOID=rule.sigmoid,
+        SCORE=rule.score,
         NORMALISED=rule.normalised,
         NUM_GROUPS=rule.num_groups,
         GROUP_SIZE=group_size,
@@ -71,7 +81,7 @@ def choose_experts(
 @triton.jit(do_not_specialize=["scale"])
 def _choose_kernel(
     logits, correction, experts, weights, scale, logits_token, logits_expert,
-    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    SCORE: tl.constexpr, NORMALISED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr, RANKED_BY: tl.constexpr, PER_TOKEN: tl.constexpr,
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -84,9 +94,11 @@ def _choose_kernel(
     is_expert = (group < NUM_GROUPS)[:, None] & (member < GROUP_SIZE)[None, :]
     at = logits + token * logits_token + index * logits_expert
     logit = tl.load(at, mask=is_expert, other=float("-inf"))
-    if SIGMOID:
+    if SCORE == 1:
         small = tl.exp(-tl.abs(logit))
         scores = tl.where(logit < 0.0, small, 1.0) / (1.0 + small)
+    elif SCORE == 2:
+        scores = _sqrt_softplus(logit)
     else:
         powers = tl.exp(logit - _largest(logit, is_expert))
         scores = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
@@ -119,6 +131,16 @@ def _choose_kernel(
     is_chosen = place < PER_TOKEN
     tl.store(experts + token * PER_TOKEN + place, chosen, mask=is_chosen)
     tl.store(weights + token * PER_TOKEN + place, kept * scale, mask=is_chosen)
+
+
+@triton.jit
+def _sqrt_softplus(x):
+    """The square root of log(1 + exp(x)), accurate where the exponential is small beside 1."""
+    small = tl.exp(-tl.abs(x))
+    whole = 1.0 + small
+    # log(1 + y) as log(w) * y / (w - 1), with w = 1 + y as it is rounded: the two roundings cancel.
+    part = tl.where(whole == 1.0, small, tl.log(whole) * small / tl.where(whole == 1.0, 1.0, whole - 1.0))
+    return tl.sqrt(tl.where(x > 0.0, x, 0.0) + part)
 
 
 @triton.jit

@@ -17,6 +17,10 @@ model has `model.layers.0…`. Some families name the parts of a layer in their 
                             attention, attention.dense  self_attn, self_attn.o_proj
                             mlp.gate.expert_bias        mlp.gate.e_score_correction_bias
     qwen3_5                 model.language_model        model
+    deepseek_v4             embed, head, hc_head_fn     model.embed_tokens, lm_head, model.hc_head.hc_fn
+                            attn, ffn, attn_norm        self_attn, mlp, input_layernorm
+                            wq_a, wkv, wgate, ape       q_a_proj, kv_proj, gate_proj, position_bias
+                            indexer.compressor          compressor.indexer
 
 A checkpoint may use the standard name of a part instead: transformers writes the dense layers of Kimi Linear under
 `block_sparse_moe`, and the original repository under `mlp`.
@@ -71,6 +75,33 @@ _LFM2 = _rules(
         r"(\.mlp(?:\.experts\.\d+)?)\.w2\.": r"\1.down_proj.",
     }
 )
+_DEEPSEEK_V4 = _rules(
+    **{
+        r"^embed\.": "model.embed_tokens.",
+        r"^head\.": "lm_head.",
+        r"^(layers|norm)\.": r"model.\1.",
+        r"^hc_head_(fn|base|scale)$": r"model.hc_head.hc_\1",
+        r"\.hc_(attn|ffn)_(fn|base|scale)$": r".\1_hc.\2",
+        r"\.attn_norm\.": ".input_layernorm.",
+        r"\.ffn_norm\.": ".post_attention_layernorm.",
+        r"\.attn\.": ".self_attn.",
+        r"\.ffn\.": ".mlp.",
+        r"\.self_attn\.indexer\.compressor\.": ".self_attn.compressor.indexer.",
+        r"\.self_attn\.indexer\.weights_proj\.": ".self_attn.compressor.indexer.scorer.weights_proj.",
+        r"\.self_attn\.indexer\.": ".self_attn.compressor.indexer.",
+        r"\.attn_sink$": ".sinks",
+        r"\.ape$": ".position_bias",
+        r"\.q_norm\.": ".q_a_norm.",
+        r"(\.self_attn(?:\.compressor(?:\.indexer)?)?)\.norm\.": r"\1.kv_norm.",
+        r"\.w([qo])_([ab])\.": r".\1_\2_proj.",
+        r"\.wkv\.": ".kv_proj.",
+        r"\.wgate\.": ".gate_proj.",
+        r"\.mlp\.gate\.bias$": ".mlp.gate.e_score_correction_bias",
+        r"(experts(?:\.\d+)?)\.w1\.": r"\1.gate_proj.",
+        r"(experts(?:\.\d+)?)\.w3\.": r"\1.up_proj.",
+        r"(experts(?:\.\d+)?)\.w2\.": r"\1.down_proj.",
+    }
+)
 RULES: Mapping[str, Rules] = MappingProxyType(
     {
         **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _BESIDE_VISION),
@@ -97,6 +128,7 @@ RULES: Mapping[str, Rules] = MappingProxyType(
         ),
         "lfm2": _LFM2,
         "lfm2_moe": _LFM2,
+        "deepseek_v4": _DEEPSEEK_V4,
         "kimi_linear": _MIXTRAL,
         "minimax": _MIXTRAL,
         "bailing_hybrid": _rules(

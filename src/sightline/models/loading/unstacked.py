@@ -4,8 +4,8 @@
     experts.gate_up_proj [experts, 2 * size, hidden]            experts.N.gate_proj.weight, experts.N.up_proj.weight
     experts.down_proj [experts, hidden, size]                   experts.N.down_proj.weight
 
-Granite 4 and Qwen3.5 are published so; transformers saves the latter in both ways. The parts are views of the mapped
-file, not copies.
+Granite 4 and Qwen3.5 are published so. transformers saves the latter in both ways, and keeps DeepSeek V4 so in memory.
+The parts are views of the mapped file, not copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
-MODEL_TYPES = frozenset({"granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"})
+MODEL_TYPES = frozenset(
+    {"deepseek_v4", "granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+)
 """Families whose stacked experts have this layout: others store inputs first, or gate and up in turns."""
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 

@@ -24,9 +24,9 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 _TABLE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 )
-TOKEN_TABLES = frozenset({"d2t", "t2d", "token_ordering"})
+TOKEN_TABLES = frozenset({"d2t", "t2d", "tid2eid", "token_ordering"})
 """Tensors that are no weights: drafters have them, to translate between their tokens and those of their target, or to
-order tokens."""
+order tokens, and routers, to list the experts of each token."""
 
 
 class SafetensorsFile:
@@ -55,15 +55,19 @@ class SafetensorsFile:
             )
         return TensorInfo(tuple(view.get_shape()), dtype, stored_as)
 
-    def packed_shape(self, name: str, expected: str) -> tuple[int, ...]:
-        """The shape of a part of a packed tensor, which must be stored in the `expected` type."""
-        view = self._handle.get_slice(name)
-        stored_as = str(view.get_dtype())
-        if stored_as != expected:
+    def stored_as(self, name: str) -> str:
+        """The type of a tensor, as the file names it."""
+        return str(self._handle.get_slice(name).get_dtype())
+
+    def packed_shape(self, name: str, *expected: str) -> tuple[int, ...]:
+        """The shape of a part of a packed tensor, which must be stored in one of the `expected` types."""
+        stored_as = self.stored_as(name)
+        if stored_as not in expected:
             raise CheckpointError(
-                f"{self.path}: expected {name!r} in {expected}, got {stored_as}. The file is damaged: get it again."
+                f"{self.path}: expected {name!r} in {' or '.join(expected)}, got {stored_as}. The file is damaged: get "
+                "it again."
             )
-        return tuple(view.get_shape())
+        return tuple(self._handle.get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._handle.get_tensor(name)

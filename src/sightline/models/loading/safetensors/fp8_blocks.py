@@ -1,10 +1,12 @@
 """fp8 tensors in safetensors files: 8-bit floats in rectangular blocks, each with its own fp32 factor.
 
-Pairs `*.weight` with `*.weight_scale_inv` and decodes each pair to one fp32 matrix, rounding each element once. Does
-not know models.
+Pairs `*.weight` with `*.weight_scale_inv`, or with `*.scale` as DeepSeek V4 calls it, and decodes each pair to one fp32
+matrix, rounding each element once. Pairs whose codes are 4-bit floats are another format: see `fp4_rows`. Does not know
+models.
 
     x.weight           [outputs, inputs]                        float8_e4m3fn
-    x.weight_scale_inv [ceil(outputs / 128), ceil(inputs / 128)] fp32 factors; the last blocks may be smaller
+    x.weight_scale_inv [ceil(outputs / 128), ceil(inputs / 128)] factors, fp32 or powers of two in float8_e8m0; the last
+                                                                blocks may be smaller
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.models.loading.checkpoint import TensorInfo
+from sightline.models.loading.safetensors import fp4_rows
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import (
     UNCONVERTED,
@@ -30,10 +33,15 @@ from sightline.models.loading.safetensors.packed import (
 METHOD = "fp8"
 """The format's name in `quantization_config`."""
 SCALES = "_scale_inv"
-_CODES, _FACTORS = "F8_E4M3", "F32"
-"""The stored types of the two, as the files name them."""
-_SETTINGS = frozenset({"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", UNCONVERTED})
-"""The settings for activations have no effect: activations are not quantised."""
+_WEIGHT, _SCALE = ".weight", ".scale"
+"""How the names of the two end if they do not begin alike."""
+_CODES, _FACTORS = "F8_E4M3", ("F32", "F8_E8M0")
+"""The stored types of codes, and those of factors, as the files name them."""
+_SETTINGS = frozenset(
+    {"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "expert_dtype", UNCONVERTED}
+)
+"""The settings for activations have no effect: activations are not quantised. Nor has `expert_dtype`: the stored types
+of tensors say it."""
 
 Block = tuple[int, int]
 """The numbers of outputs and inputs of a block."""
@@ -48,7 +56,7 @@ class Fp8Tensor(PackedTensor):
     def describe(self) -> TensorInfo:
         name, scales_name = self.parts
         shape = self.codes.packed_shape(name, _CODES)
-        scales = self.scales.packed_shape(scales_name, _FACTORS)
+        scales = self.scales.packed_shape(scales_name, *_FACTORS)
         expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=False))
         if len(shape) != 2 or scales != expected:
             raise CheckpointError(
@@ -59,12 +67,11 @@ class Fp8Tensor(PackedTensor):
         return TensorInfo(shape, torch.float32, _CODES, packed=packed)
 
     def read(self) -> Tensor:
-        name, scales_name = self.parts
-        return decode(self.codes.read(name), self.scales.read(scales_name), self.block)
+        return decode(*self.read_packed(), self.block)
 
     def read_packed(self) -> tuple[Tensor, Tensor]:
         name, scales_name = self.parts
-        return self.codes.read(name), self.scales.read(scales_name)
+        return self.codes.read(name), self.scales.read(scales_name).float()
 
 
 @dataclass(frozen=True)
@@ -74,16 +81,22 @@ class Fp8Blocks(PackedFormat):
     block: Block
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
-        scaled = sorted(name.removesuffix(SCALES) for name in owners if name.endswith(SCALES))
-        alone = [name for name in scaled if name not in owners]
+        scales = {name.removesuffix(SCALES): name for name in owners if name.endswith(SCALES)}
+        alone = sorted(set(scales) - set(owners))
         if alone:
             raise CheckpointError(
                 f"expected {alone[0]!r} beside its {SCALES}, got the factors alone. Get the missing part."
             )
-        check_unconverted(METHOD, self.section, scaled)
-        return {
-            name: Fp8Tensor((name, name + SCALES), owners[name], owners[name + SCALES], self.block) for name in scaled
-        }
+        # Other tensors may end so too, and have no matrix beside them.
+        beside = {name.removesuffix(_SCALE) + _WEIGHT: name for name in owners if name.endswith(_SCALE)}
+        scales |= {name: scale for name, scale in beside.items() if name in owners}
+        check_unconverted(METHOD, self.section, sorted(scales))
+        return {name: self._pair(name, scales[name], owners) for name in sorted(scales)}
+
+    def _pair(self, name: str, scale: str, owners: Mapping[str, SafetensorsFile]) -> PackedTensor:
+        if owners[name].stored_as(name) == fp4_rows.CODES:
+            return fp4_rows.Fp4Tensor((name, scale), owners[name], owners[scale])
+        return Fp8Tensor((name, scale), owners[name], owners[scale], self.block)
 
 
 def read_section(section: Mapping[str, object]) -> Fp8Blocks:
@@ -93,6 +106,7 @@ def read_section(section: Mapping[str, object]) -> Fp8Blocks:
         "fmt": (None, "e4m3"),
         "activation_scheme": (None, "dynamic"),
         "scale_fmt": (None, "ue8m0"),
+        "expert_dtype": (None, "fp8", "fp4"),
     }.items():
         if section.get(name) not in known:
             raise UnsupportedModelError(
