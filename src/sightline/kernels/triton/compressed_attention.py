@@ -34,7 +34,7 @@ from sightline.kernels.triton.decode_shares import (
     num_blocks,
     weighed,
 )
-from sightline.kernels.triton.numbers import product
+from sightline.kernels.triton.numbers import begins_on_borders, product
 from sightline.kernels.triton.overlap import wait_for_previous
 
 _WARP_GROUP_HEADS = 64
@@ -83,9 +83,10 @@ def choose_compressed(
     room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
     while block > 16 and block * dims * dtype.itemsize > room:
         block //= 2
-    return DecodeConfig(
-        block, heads, multiprocessors, warps, fitting_depth(block * dims * dtype.itemsize, 2, room), overlaps
-    )
+    block_bytes = block * dims * dtype.itemsize
+    # Warp groups compute from shared memory, so they hold a block more.
+    depth = fitting_depth(block_bytes, 2, room - block_bytes if heads == _WARP_GROUP_HEADS else room)
+    return DecodeConfig(block, heads, multiprocessors, warps, depth, overlaps)
 
 
 def _half(head_dim: int) -> int:
@@ -135,6 +136,7 @@ def attend_compressed(
         RING=window is not None, CONTEXT=tokens.context_lens is not None, CHOSEN=chosen is not None,
         PAGED=pages is not None,
         IN_PAGE=1 if places is None else places.in_page, APART=1 if places is None else places.apart,
+        ALIGNED=all(begins_on_borders(each) for each in (layer.key, window, layer.entries) if each is not None),
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
     merge_parts(out[part], None, layer.sinks, None, scratch, config, num_tokens, 1)
@@ -156,7 +158,7 @@ def _attend_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, ONE_BY_ONE: tl.constexpr, RING: tl.constexpr, CONTEXT: tl.constexpr,
     CHOSEN: tl.constexpr, PAGED: tl.constexpr, IN_PAGE: tl.constexpr, APART: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
@@ -194,6 +196,13 @@ def _attend_kernel(
             num_entries = tl.where(most_entries > 0, tl.minimum(num_entries, most_entries), num_entries)
             if PAGED:
                 table = pages + tl.load(table_rows + row) * max_pages
+        base = step_keys
+        if RATIO > 0:
+            base = entries
+        ring_at = (ring.to(tl.int64) - base.to(tl.int64)) // (compute_dtype.primitive_bitwidth // 8)
+        step_at = (step_keys.to(tl.int64) - base.to(tl.int64)) // (compute_dtype.primitive_bitwidth // 8)
+        if ALIGNED:
+            ring_at, step_at = tl.multiple_of(ring_at, 8), tl.multiple_of(step_at, 8)
         blocks, _ = num_blocks(count_of, 0, False, BLOCK)
         subgroup, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
@@ -214,18 +223,20 @@ def _attend_kernel(
             # Keys that are not seen are never read: a seen key is read instead and masked.
             index = (at - skipped) * BLOCK + in_block
             read = tl.minimum(index, seen - 1)
-            source = tl.where(is_ring, ring, step_keys)
-            places = tl.where(is_ring, (first_seen + read) % WINDOW * HEAD_DIM, read * key_token)
+            # Sums of products, because the compiler does not know what a choice between places is a multiple of, and
+            # would not copy entries ahead.
+            ring_share, step_share = is_ring.to(tl.int64), (is_window & (not is_ring)).to(tl.int64)
+            source = base + ring_at * ring_share + step_at * step_share
+            places = (first_seen + read) % WINDOW * HEAD_DIM * ring_share + read * key_token * step_share
             if RATIO > 0:
+                limit = tl.where(is_window, 0, num_entries)
                 if CHOSEN:
-                    limit = tl.where(is_window, 0, num_entries)
-                    slots = tl.load(chosen + token * chosen_token + read, mask=read < limit, other=0)
+                    slots = tl.load(chosen + token * chosen_token + read, mask=read < limit, other=0).to(tl.int64)
                 elif PAGED:
-                    slots = entry_slots(table, tl.where(is_window, 0, read), IN_PAGE, APART)
+                    slots = tl.where(read < limit, entry_slots(table, tl.where(is_window, 0, read), IN_PAGE, APART), 0)
                 else:
-                    slots = first + read
-                source = tl.where(is_window, source, entries)
-                places = tl.where(is_window, places, slots.to(tl.int64) * entry_slot)
+                    slots = tl.where(read < limit, first + read, 0)
+                places += slots * entry_slot
             k = entries_of(source, places, dim, HEAD_DIM, HALF)
             k_2 = entries_of(source + HALF, places, dim, HEAD_DIM - HALF, HALF)
             none = tl.zeros([HEADS, BLOCK], tl.float32)
