@@ -15,6 +15,8 @@ CASES = {
     "decode-cut": Case(((190, 1), (3, 1)), ratio=2, num_programs=14),
     "decode-rows-without-tokens": Case(((9, 0), (15, 1), (0, 0), (31, 1)), overlap=True),
     "one-program": Case(((33, 1), (12, 1)), num_programs=1),
+    "pieces-of-values": Case(((70, 1), (3, 1)), dim=32, heads=66, unit_heads=64, rope_dim=8, num_programs=9),
+    "pieces-of-values-cut-anywhere": Case(((30, 3), (3, 2)), dim=32, unit_heads=64, num_programs=4),
     "guesses": Case(((11, 3), (0, 4), (30, 2)), overlap=True, kept=(0, 1, 3), padding=1),
     "guesses-chosen": Case(((41, 3), (16, 2)), overlap=True, top_k=4),
     "prompt": Case(((0, 21), (13, 19), (8, 4)), kept=(7, 30), padding=3, num_programs=3),
@@ -34,7 +36,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    routine(CASES, "decode-overlap", "decode-chosen", "guesses", "prompt-overlap", "entries-of-several-pages"),
+    routine(CASES, "decode-overlap", "decode-chosen", "guesses", "pieces-of-values", "prompt-overlap", "entries-of-several-pages"),
 )
 def test_a_step_equals_all_raw_tokens(case: Case) -> None:
     check(case)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton.compressed_attention import CompressedLayer, SeenEntries, attend_compressed
+from sightline.kernels.triton.compressed_attention import CompressedLayer, SeenEntries, attend_compressed, pieces_of
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewEntries, NewKeys, keep_tokens
 from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, SeenKeys, count_keys
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
@@ -35,6 +35,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     num_programs: int = 5
     block: int = 16
+    unit_heads: int = 16
     seed: int = 0
     has_entries: bool = True
 
@@ -219,7 +220,7 @@ class Step:
         keep_tokens(tokens, *compressed, NewKeys(key, window), choice)
         self.window, self.sums, self.entries = window.cpu(), sums.cpu(), entries.cpu()
         seen = SeenKeys(case.window, case.ratio if case.has_entries else 0, case.top_k or 0, case.one_by_one)
-        config = DecodeConfig(case.block, 16, case.num_programs, 4, 1)
+        config = DecodeConfig(case.block, case.unit_heads, case.num_programs, 4, 1)
         layer = CompressedLayer(
             key, window, entries if case.has_entries else None, self.sinks.to(DEVICE), self.scale
         )
@@ -233,11 +234,11 @@ class Step:
             scratch = DecodeScratch(
                 *(torch.full((config.num_programs, 8), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)),
                 torch.zeros(size, dtype=torch.int32, device=DEVICE),
-                torch.full((2 * config.num_programs, 16, case.dim), torch.nan, device=DEVICE),
-                torch.full((2 * config.num_programs, 2, 16), torch.nan, device=DEVICE),
+                torch.full((2 * config.num_programs * case.unit_heads * case.dim,), torch.nan, device=DEVICE),
+                torch.full((2 * config.num_programs, 2, case.unit_heads), torch.nan, device=DEVICE),
             )
             if size:
-                divide(rows, scratch, config, config.num_subgroups(case.heads), None)
+                divide(rows, scratch, config, config.num_subgroups(case.heads) * pieces_of(config, case.dim), None)
             entries_seen = SeenEntries(places, chosen_slots) if case.has_entries else None
             attend_compressed(self.q.to(DEVICE), layer, tokens, seen, entries_seen, part, rows, scratch, config, out)
         return out.cpu()

@@ -4,9 +4,10 @@
     rows of one token | ring of the new state                   | entries |
 
 All heads share the keys, which are their values too, so a program reads a key once for the heads of a unit. Keys are
-processed in two halves of their channels, whose products do not wait for each other. Every token is a row for
-`decode_shares`, which divides the blocks of all tokens evenly among the programs, whatever their lengths: one kernel
-for decode, for a few guesses and for prompts. Does not know plans or pools.
+processed in two halves of their channels. A warp group's unit has 64 heads and gathers one half of the values alone:
+512 values of 64 heads do not fit into its registers, and the product of SM90 needs so many heads. Every token is a row
+for `decode_shares`, which divides the blocks of all tokens evenly among the programs, whatever their lengths: one
+kernel for decode, for a few guesses and for prompts. Does not know plans or pools.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from sightline.kernels.triton.decode_shares import (
     num_blocks,
     weighed,
 )
-from sightline.kernels.triton.numbers import begins_on_borders, product
+from sightline.kernels.triton.numbers import BORDER, begins_on_borders, product
 from sightline.kernels.triton.overlap import wait_for_previous
 
-_WARP_GROUP_HEADS = 64
+WARP_GROUP_HEADS = 64
+"""Heads of a unit that a warp group computes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,28 +67,40 @@ class SeenEntries:
 
 
 def choose_compressed(
-    head_dim: int, num_heads: int, dtype: torch.dtype, num_tokens: int, *, multiprocessors: int, shared_bytes: int,
+    head_dim: int,
+    num_heads: int,
+    dtype: torch.dtype,
+    *,
+    multiprocessors: int,
+    shared_bytes: int,
     overlaps: bool,
-) -> DecodeConfig:  # fmt: skip
-    """A good configuration for steps of up to `num_tokens` tokens: one program per multiprocessor.
+) -> DecodeConfig:
+    """A good configuration: one program per multiprocessor.
 
-    Many tokens keep the tensor cores busy, so they get warp groups; few tokens of many heads get smaller units, so that
-    there is one for every program.
+    A warp group computes with 64 heads at a time, whose queries take half of the shared memory: small blocks leave room
+    for several on their way.
     """
-    heads, block, warps = (16 if num_heads <= 16 else 32), 64, 4
+    heads, block = (16 if num_heads <= 16 else 32), 64
     if dtype is torch.float32:
         # No tensor cores: the operands of the product are in registers.
         block, heads = 16, 16
-    elif num_heads >= _WARP_GROUP_HEADS and head_dim % 32 == 0 and num_tokens >= multiprocessors:
-        heads, warps = _WARP_GROUP_HEADS, 8
+    elif num_heads >= WARP_GROUP_HEADS and head_dim == 2 * _half(head_dim) and head_dim >= 2 * BORDER:
+        heads, block = WARP_GROUP_HEADS, 32
     dims = 2 * _half(head_dim)
     room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
     while block > 16 and block * dims * dtype.itemsize > room:
         block //= 2
     block_bytes = block * dims * dtype.itemsize
-    # Warp groups compute from shared memory, so they hold a block more.
-    depth = fitting_depth(block_bytes, 2, room - block_bytes if heads == _WARP_GROUP_HEADS else room)
-    return DecodeConfig(block, heads, multiprocessors, warps, depth, overlaps)
+    if heads < WARP_GROUP_HEADS:
+        return DecodeConfig(block, heads, multiprocessors, 4, fitting_depth(block_bytes, 2, room), overlaps)
+    # The products of a warp group read a block while the next are copied.
+    return DecodeConfig(block, heads, multiprocessors, 4, fitting_depth(block_bytes, 3, room - block_bytes), overlaps)
+
+
+def pieces_of(config: DecodeConfig, head_dim: int) -> int:
+    """Into how many pieces values are divided among units: two if a warp group has 64 heads, whose values would not fit
+    into the registers of one."""
+    return 2 if config.heads == WARP_GROUP_HEADS and head_dim == 2 * _half(head_dim) else 1
 
 
 def _half(head_dim: int) -> int:
@@ -116,7 +130,8 @@ def attend_compressed(
     num_tokens = part.stop - part.start
     if num_tokens == 0:
         return
-    slots = tokens.slots
+    slots, pieces = tokens.slots, pieces_of(config, head_dim)
+    subgroups = config.num_subgroups(num_heads) * pieces
     ring = None if slots is None else slots.write if keys.one_by_one else slots.read
     places = None if entries is None else entries.places
     chosen = None if entries is None else entries.slots
@@ -127,19 +142,21 @@ def attend_compressed(
         ring, tokens.context_lens, tokens.rows.offsets, pages, None if places is None else places.table_rows, chosen,
         rows.query_lens, rows.context_lens, rows.table_rows,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
-        layer.scale, num_heads, config.num_subgroups(num_heads), part.start, keys.most_entries,
+        layer.scale, num_heads, subgroups, part.start, keys.most_entries,
         q.stride(0), q.stride(1), layer.key.stride(0), 0 if window is None else window.stride(0),
         0 if layer.entries is None else layer.entries.stride(0), 0 if places is None else places.max_pages,
         0 if chosen is None else chosen.stride(0),
-        HEAD_DIM=head_dim, HALF=_half(head_dim), HEADS=config.heads, BLOCK=config.block, STAGES=config.num_stages,
+        HEAD_DIM=head_dim, HALF=_half(head_dim), PIECES=pieces, PIECE_DIM=head_dim // pieces, HEADS=config.heads,
+        BLOCK=config.block, STAGES=config.num_stages if entries is not None else config.depth + 1,
         WINDOW=keys.window, RATIO=0 if entries is None else keys.ratio, ONE_BY_ONE=keys.one_by_one,
         RING=window is not None, CONTEXT=tokens.context_lens is not None, CHOSEN=chosen is not None,
         PAGED=pages is not None,
         IN_PAGE=1 if places is None else places.in_page, APART=1 if places is None else places.apart,
         ALIGNED=all(begins_on_borders(each) for each in (layer.key, window, layer.entries) if each is not None),
+        SUMMED=config.heads >= WARP_GROUP_HEADS,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
-    merge_parts(out[part], None, layer.sinks, None, scratch, config, num_tokens, 1)
+    merge_parts(out[part], None, layer.sinks, None, scratch, config, num_tokens, 1, pieces)
 
 
 @triton.jit(
@@ -155,10 +172,11 @@ def _attend_kernel(
     starts, row_tokens, part_out, part_stats,
     scale, num_heads, subgroups, begin, most_entries,
     q_token, q_head, key_token, window_slot, entry_slot, max_pages, chosen_token,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PIECES: tl.constexpr, PIECE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, RATIO: tl.constexpr, ONE_BY_ONE: tl.constexpr, RING: tl.constexpr, CONTEXT: tl.constexpr,
     CHOSEN: tl.constexpr, PAGED: tl.constexpr, IN_PAGE: tl.constexpr, APART: tl.constexpr,
-    ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+    ALIGNED: tl.constexpr, SUMMED: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
@@ -175,10 +193,10 @@ def _attend_kernel(
     while left > 0:
         token = place.to(tl.int64) + begin
         first = tl.load(offsets + row)
-        context = tl.zeros([], tl.int64)
+        context = tl.zeros([], tl.int32)
         if CONTEXT:
-            context = tl.load(row_contexts + row)
-        position = context + token - first
+            context = tl.load(row_contexts + row).to(tl.int32)
+        position = context + (token - first).to(tl.int32)
         in_ring, in_step, first_seen = seen_keys(position, context, WINDOW, ONE_BY_ONE)
         ring_blocks, step_blocks = (in_ring + BLOCK - 1) // BLOCK, (in_step + BLOCK - 1) // BLOCK
         # The step's keys as if their index were their position.
@@ -189,13 +207,15 @@ def _attend_kernel(
                 ring = window + tl.load(ring_slots + token) * window_slot
             else:
                 ring = window + tl.load(ring_slots + row) * window_slot
-        num_entries = tl.zeros([], tl.int64)
-        table = pages
+        num_entries = tl.zeros([], tl.int32)
+        table, choice = pages, chosen
         if RATIO > 0:
             num_entries = (position + 1) // RATIO
             num_entries = tl.where(most_entries > 0, tl.minimum(num_entries, most_entries), num_entries)
             if PAGED:
                 table = pages + tl.load(table_rows + row) * max_pages
+            if CHOSEN:
+                choice = chosen + token * chosen_token
         base = step_keys
         if RATIO > 0:
             base = entries
@@ -206,15 +226,18 @@ def _attend_kernel(
         blocks, _ = num_blocks(count_of, 0, False, BLOCK)
         subgroup, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
-        heads = (subgroup * HEADS + head_in_unit).to(tl.int64)
+        heads = (subgroup // PIECES * HEADS + head_in_unit).to(tl.int64)
         in_heads = heads < num_heads
+        # The half that is gathered comes first, if it is one.
+        piece = subgroup % PIECES
+        half, half_2 = piece * HALF, (1 - piece) * HALF
         q_place = q + token * q_token + heads[:, None] * q_head + dim[None, :]
-        queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
-        queries_2 = tl.load(q_place + HALF, mask=in_heads[:, None] & in_dim_2[None, :], other=0.0)
+        queries = tl.load(q_place + half, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
+        queries_2 = tl.load(q_place + half_2, mask=in_heads[:, None] & in_dim_2[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
-        totals = tl.zeros([HEADS, BLOCK], tl.float32)
+        totals = tl.zeros([HEADS, 1 if SUMMED else BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, HALF], tl.float32)
-        gathered_2 = tl.zeros([HEADS, HALF], tl.float32)
+        gathered_2 = gathered
         for at in tl.range(block, tl.minimum(block + count, blocks - 1), num_stages=STAGES):
             # Blocks of the ring come first, then those of the step, then those of entries.
             is_ring, is_window = at < ring_blocks, at < ring_blocks + step_blocks
@@ -225,48 +248,62 @@ def _attend_kernel(
             read = tl.minimum(index, seen - 1)
             # Sums of products, because the compiler does not know what a choice between places is a multiple of, and
             # would not copy entries ahead.
-            ring_share, step_share = is_ring.to(tl.int64), (is_window & (not is_ring)).to(tl.int64)
+            ring_share, step_share = is_ring.to(tl.int32), (is_window & (not is_ring)).to(tl.int32)
             source = base + ring_at * ring_share + step_at * step_share
-            places = (first_seen + read) % WINDOW * HEAD_DIM * ring_share + read * key_token * step_share
+            in_its_ring = read
+            if not ONE_BY_ONE:
+                in_its_ring = (first_seen + read) % WINDOW
+            places = in_its_ring * (HEAD_DIM * ring_share) + read * (key_token * step_share)
             if RATIO > 0:
                 limit = tl.where(is_window, 0, num_entries)
                 if CHOSEN:
-                    slots = tl.load(chosen + token * chosen_token + read, mask=read < limit, other=0).to(tl.int64)
+                    slots = tl.load(choice + read, mask=read < limit, other=0).to(tl.int64)
                 elif PAGED:
                     slots = tl.where(read < limit, entry_slots(table, tl.where(is_window, 0, read), IN_PAGE, APART), 0)
                 else:
                     slots = tl.where(read < limit, first + read, 0)
-                places += slots * entry_slot
-            k = entries_of(source, places, dim, HEAD_DIM, HALF)
-            k_2 = entries_of(source + HALF, places, dim, HEAD_DIM - HALF, HALF)
+                places = places.to(tl.int64) + slots * entry_slot
+            k = entries_of(source + half, places, dim, HEAD_DIM, HALF)
+            k_2 = entries_of(source + half_2, places, dim, HEAD_DIM - HALF, HALF)
             none = tl.zeros([HEADS, BLOCK], tl.float32)
             scores = product(queries, tl.trans(k), none, INTERPRETED)
             scores_2 = product(queries_2, tl.trans(k_2), none, INTERPRETED)
             scores = (scores + scores_2) * factor
-            weights, shrink, totals, largest = weighed(scores, index == read, largest, totals)
+            if SUMMED:
+                # Every warp has all keys of its heads, so that their sum costs less than registers for their totals.
+                scores = tl.where((index == read)[None, :], scores, float("-inf"))
+                higher = tl.maximum(largest, tl.max(scores, 1))
+                weights, shrink = tl.exp2(scores - higher[:, None]), tl.exp2(largest - higher)
+                totals = totals * shrink[:, None] + tl.sum(weights, 1)[:, None]
+                largest = higher
+            else:
+                weights, shrink, totals, largest = weighed(scores, index == read, largest, totals)
             weights = weights.to(compute_dtype)
             gathered = product(weights, k, gathered * shrink[:, None], INTERPRETED)
-            gathered_2 = product(weights, k_2, gathered_2 * shrink[:, None], INTERPRETED)
+            if PIECES == 1:
+                gathered_2 = product(weights, k_2, gathered_2 * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
         if count == blocks:
             finish(
                 out, None, sinks, token, heads, num_heads, gathered, largest, total, 1.0, dim, in_heads,
-                True, False, HEAD_DIM,
+                True, False, PIECE_DIM, piece, PIECES,
             )  # fmt: skip
-            finish(
-                out, None, sinks, token, heads, num_heads, gathered_2, largest, total, 1.0, dim_2, in_heads,
-                True, False, HEAD_DIM,
-            )  # fmt: skip
+            if PIECES == 1:
+                finish(
+                    out, None, sinks, token, heads, num_heads, gathered_2, largest, total, 1.0, dim_2, in_heads,
+                    True, False, PIECE_DIM,
+                )  # fmt: skip
         else:
             leave_part(
                 part_out, part_stats, program, block == 0, head_in_unit, dim, in_heads, gathered, largest, total,
-                HEADS, HEAD_DIM,
+                HEADS, PIECE_DIM,
             )  # fmt: skip
-            # This writes the same statistics again.
-            leave_part(
-                part_out, part_stats, program, block == 0, head_in_unit, dim_2, in_heads, gathered_2, largest, total,
-                HEADS, HEAD_DIM,
-            )  # fmt: skip
+            if PIECES == 1:
+                # This writes the same statistics again.
+                leave_part(
+                    part_out, part_stats, program, block == 0, head_in_unit, dim_2, in_heads, gathered_2, largest,
+                    total, HEADS, PIECE_DIM,
+                )  # fmt: skip
         left -= count
         unit += count
         if (unit == blocks * subgroups) & (left > 0):
