@@ -290,20 +290,24 @@ def _divide_kernel(
 
 
 @triton.jit
-def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The offsets of a block's entries: one for the block, and one for each key that is added to it.
+def block_places(
+    table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1
+):  # fmt: skip
+    """The offsets of a block's entries: one for the block, and one for each key that is added to it. Of `APART` pages,
+    the last has entries.
 
     A block within one page needs one look-up in the table, and 32-bit offsets within the page unless pages are very
     large. (Offsets from the start of the block would always be small, but the compiled code is a quarter slower with
     128 latent heads.)
     """
     if PAGE_SIZE % BLOCK == 0:
-        first = tl.load(table + start // PAGE_SIZE) * PAGE_SIZE * slot_stride
+        first = tl.load(table + start // PAGE_SIZE * APART + (APART - 1)) * PAGE_SIZE * slot_stride
         in_page = key % PAGE_SIZE
         places = (in_page if PAGE_SIZE <= _SMALL_PAGE else in_page.to(tl.int64)) * slot_stride
     else:
         first = tl.zeros([], tl.int64)
-        places = (tl.load(table + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+        page = tl.load(table + key // PAGE_SIZE * APART + (APART - 1))
+        places = (page * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
     return first, places
 
 
