@@ -144,7 +144,7 @@ def test_the_cache_holds_one_latent_and_one_rope_key_a_token_and_layer(made: tup
     [pool] = tiny(folder).engine.runtime.store.pools
     entries = pool.allocator.num_usable + 1
     assert pool.num_bytes == 3 * entries * PAGE * (20 + 8) * 4
-    assert pool.spec.elements_per_token * 4 == 3 * (20 + 8) * 4
+    assert pool.spec.entry_elements * 4 == 3 * (20 + 8) * 4
 
 
 def test_a_prefix_of_any_length_needs_the_same_scratch_memory(

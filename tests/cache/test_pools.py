@@ -45,14 +45,14 @@ def versions(store: CacheStore, row: int) -> list[int]:
     return [pool.table.version(row) for pool in store.pools]
 
 
-def test_a_pool_spec_counts_the_elements_of_a_token_over_planes_and_layers() -> None:
-    assert KV.elements_per_token == 2 * (2 * 3 + 2 * 5)
-    assert INDEX.elements_per_token == 4
+def test_a_pool_spec_counts_the_elements_of_an_entry_over_planes_and_layers() -> None:
+    assert KV.entry_elements == 2 * (2 * 3 + 2 * 5)
+    assert INDEX.entry_elements == 4
 
 
-def test_a_pool_spec_counts_the_bytes_of_a_token_in_each_planes_own_dtype() -> None:
-    assert KV.bytes_per_token == 2 * (2 * 3 * 4 + 2 * 5 * 2)
-    assert NARROW.bytes_per_token == NARROW.elements_per_token == 24
+def test_a_pool_spec_counts_the_bytes_of_an_entry_in_each_planes_own_dtype() -> None:
+    assert KV.entry_bytes == 2 * (2 * 3 * 4 + 2 * 5 * 2)
+    assert NARROW.entry_bytes == NARROW.entry_elements == 24
 
 
 def test_a_pool_tells_the_scales_of_its_planes_on_the_host_and_on_the_device() -> None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from sightline.attention.kinds import CHOOSING_KINDS, Feature
+from sightline.attention.kinds import CHOOSING_KINDS, ENTRY_KINDS, STATE_KINDS, Feature
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.cache.spec import NO_STATES, GroupCacheSpec, ScalesByPlane
 
@@ -58,6 +58,15 @@ class LayerGroup:
         return self.spec.top_k is not None and not self.chooses
 
     @property
+    def may_be_on_host(self) -> bool:
+        """True if its entries can be in host memory: those of single tokens, which an indexer chooses."""
+        return self.reads_choice and self.spec.kind in ENTRY_KINDS
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a backend keeps keys; `dtype` is the cache's. States of recurrent layers are fp32."""
+        return torch.float32 if self.spec.kind in STATE_KINDS else dtype
+
+    @property
     def pool_layers(self) -> tuple[int, ...]:
         """For each layer, the index of its entries in the pools."""
         return tuple(range(len(self.layers))) if self.loan is None else self.loan.layers
@@ -78,7 +87,7 @@ class LayerGroup:
             return GroupCacheSpec(self.name, (), NO_STATES)
         own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
         count = len(self.layers)
-        on_host = with_hot_entries and self.reads_choice
+        on_host = with_hot_entries and self.may_be_on_host
         return GroupCacheSpec(self.name, self.spec.pools(count, dtype, own), self.spec.states(count, dtype), on_host)
 
 
@@ -117,13 +126,15 @@ def _index_layers(
     specs: Sequence[AttentionSpec | None], indexers: Mapping[int, IndexingSpec], network: str
 ) -> tuple[LayerGroup, ...]:
     """Groups indexers by equal spec, and checks that every layer that reads a choice has one at or before it."""
-    chosen: int | None = None
+    last: IndexingSpec | None = None
     for layer, spec in enumerate(specs):
-        chosen = indexers[layer].top_k if layer in indexers else chosen
-        if spec is not None and spec.top_k is not None and spec.top_k != chosen:
+        last = indexers.get(layer, last)
+        if spec is None or spec.top_k is None:
+            continue
+        if last is None or (last.top_k, last.tokens_per_entry) != (spec.top_k, spec.tokens_per_entry):
             raise ValueError(
-                f"expected an indexer that chooses {spec.top_k} tokens for layer {layer}, in it or before it, got "
-                f"{'none' if chosen is None else f'one that chooses {chosen}'}"
+                f"expected an indexer that chooses {_choice(spec)} for layer {layer}, in it or before it, got "
+                f"{'none' if last is None else f'one that chooses {_choice(last)}'}"
             )
     members: dict[IndexingSpec, list[int]] = {}
     for layer in sorted(indexers):
@@ -132,6 +143,11 @@ def _index_layers(
         LayerGroup(f"{network}index{number}", spec, tuple(layers))
         for number, (spec, layers) in enumerate(members.items())
     )
+
+
+def _choice(spec: AttentionSpec) -> str:
+    ratio = spec.tokens_per_entry
+    return f"{spec.top_k} tokens" if ratio == 1 else f"{spec.top_k} entries of {ratio} tokens"
 
 
 def borrow_layers(

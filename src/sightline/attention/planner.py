@@ -318,7 +318,7 @@ class Planner:
         )
 
     def _sparsity(self, group: LayerGroup, batch: Batch) -> frozenset[Feature]:
-        """Decides whether a step is sparse: some query may see more tokens than it reads. A captured step is sparse if
+        """Decides whether a step is sparse: some query may see more entries than it reads. A captured step is sparse if
         any step could be: its launches must not depend on contexts. With entries in host memory, so is every step that
         reads a context: a dense one would read all of it from the host."""
         top_k = group.spec.top_k
@@ -328,9 +328,9 @@ class Planner:
         if self._has_hot_entries and (is_static or max(batch.context_lens.bound, default=0) > 0):
             return _SPARSE
         if is_static:
-            return _SPARSE if self._limits.max_seq_len > top_k else frozenset()
+            return _SPARSE if self._limits.max_seq_len // group.spec.tokens_per_entry > top_k else frozenset()
         longest = max(map(add, batch.context_lens.bound, batch.query_lens.bound), default=0)
-        return _SPARSE if longest > top_k else frozenset()
+        return _SPARSE if longest // group.spec.tokens_per_entry > top_k else frozenset()
 
     def _plan_groups(
         self, steps: Sequence[StepView], asked: frozenset[Feature], memory: PlanMemory

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from sightline.attention.groups import LayerGroup
 from sightline.core.config import Quantization
 from sightline.models.contract import ExpertStack
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
@@ -85,7 +86,7 @@ class ModelSize:
 class CacheReads:
     """What a group of layers reads of a row's cache per step."""
 
-    bytes_per_token: int
+    bytes_per_token: float
     window: int | None
     """Most tokens that it attends to: those of a window, or those that are chosen; None is all."""
     state_bytes: int = 0
@@ -176,12 +177,21 @@ def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
     return tuple(
         CacheReads(
             sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values()),
-            None if binding.group.chooses else binding.group.spec.top_k or binding.group.spec.window,
+            _most_read(binding.group),
             2 * binding.cache.states.spec.num_bytes,
-            (binding.group.spec.top_k or 0) if binding.group.chooses else 0,
+            (binding.group.spec.top_k or 0) * binding.group.spec.tokens_per_entry if binding.group.chooses else 0,
         )
         for binding in runtime.bindings
     )
+
+
+def _most_read(group: LayerGroup) -> int | None:
+    """The most tokens whose entries in pages a query reads; None is all. A window that is part of a state does not
+    count."""
+    spec = group.spec
+    if group.chooses or (spec.top_k is None and group.is_recurrent):
+        return None
+    return spec.window if spec.top_k is None else spec.top_k * spec.tokens_per_entry
 
 
 def _stored_bytes(info: TensorInfo, dtype: torch.dtype) -> int:

@@ -94,7 +94,11 @@ def layout_of(store: CacheStore) -> BlockLayout:
     groups = [group for group in store.groups if group.states.is_used]
     return BlockLayout(
         size,
-        tuple(plane(pool.key, spec, pool.spec.num_layers, size) for pool in store.pools for spec in pool.spec.planes),
+        tuple(
+            plane(pool.key, spec, pool.spec.num_layers, pool.entries_per_page)
+            for pool in store.pools
+            for spec in pool.spec.planes
+        ),
         tuple(
             plane(each.group, spec, each.states.spec.num_layers) for each in groups for spec in each.states.spec.planes
         ),

@@ -37,5 +37,6 @@ def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7, passed_
 
 def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:
     """The slots of a row's first entries, by walking its pages."""
-    pages = pool.table.owned(table_row)
-    return [pages[entry // pool.page_size] * pool.page_size + entry % pool.page_size for entry in range(length)]
+    pages, size = pool.table.owned(table_row), pool.page_size
+    last = [(entry + 1) * pool.tokens_per_entry - 1 for entry in range(length)]
+    return [pages[t // size] * pool.entries_per_page + t % size // pool.tokens_per_entry for t in last]

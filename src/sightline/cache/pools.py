@@ -1,4 +1,4 @@
-"""Pools of cache entries: pages for the tokens of rows.
+"""Pools of cache entries: pages for the tokens of rows. An entry stands for one token or several.
 
 Owns the tensors. Does not know what attention does with an entry.
 """
@@ -18,6 +18,7 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import PoolSpec
 from sightline.cache.states import StatePool
 from sightline.cache.table import PageTable
+from sightline.core.batch import PADDING_SLOT
 from sightline.core.errors import BatchError
 from sightline.core.lengths import moved
 
@@ -76,7 +77,9 @@ class Pool:
         self.allocator = allocator
         self.table = PageTable(limits.max_rows, -(-limits.max_seq_len // limits.page_size), device)
         self._poison = poison
-        num_slots = limits.num_pages * limits.page_size
+        self.tokens_per_entry = spec.tokens_per_entry
+        self.entries_per_page = spec.entries_per_page(limits.page_size)
+        num_slots = limits.num_pages * self.entries_per_page
         self._planes = {
             plane.name: allocate((spec.num_layers, num_slots, *plane.shape), plane.dtype, device, on_host=on_host)
             for plane in spec.planes
@@ -136,11 +139,27 @@ class Pool:
         """Removes an owner from pages."""
         self._poison_pages(self.allocator.release(pages))
 
+    @property
+    def entry_pages(self) -> Tensor:
+        """[num_table_rows + 1, n] int64: for each table row, the pages that hold entries. A view of the page table.
+
+        Entry e of a row is in page e // entries_per_page of its own, at place e % entries_per_page. If an entry stands
+        for more tokens than a page has, only every so many pages hold one.
+        """
+        pages_per_entry = max(1, self.tokens_per_entry // self.page_size)
+        return self.table.pages[:, pages_per_entry - 1 :: pages_per_entry]
+
+    def entry_slots(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """The slots of entries, on the device: `rows` and `entries` have the same shape. For entries that exist."""
+        size = self.entries_per_page
+        page = self.entry_pages[rows, entries.div(size, rounding_mode="floor")]
+        return page * size + entries.remainder(size)
+
     def slots_to_write(
         self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int], candidates: Sequence[int] = ()
     ) -> Sequence[int]:
-        """The slots of `counts` entries of each row from `firsts` on, row after row. Every token has an entry, whether
-        it is a candidate or not.
+        """The slots that `counts` tokens of each row write from token `firsts` on, row after row: the slot of a token's
+        entry, whether it is a candidate or not, or the padding slot for a token that completes no entry.
 
         Raises `BatchError` unless the entries' pages are there, and their row's alone.
         """
@@ -154,8 +173,13 @@ class Pool:
         del rows, contexts
 
     def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
-        """The slot of an entry of each row, on the device."""
-        return self.table.slots(rows, entries, self.page_size)
+        """The slot that a token of each row writes, on the device; the padding slot if it completes no entry."""
+        if self.tokens_per_entry == 1:
+            return self.table.slots(rows, entries, self.page_size)
+        pages = self.table.pages[rows, entries.div(self.page_size, rounding_mode="floor")]
+        places = entries.remainder(self.page_size).div(self.tokens_per_entry, rounding_mode="floor")
+        completes = (entries + 1).remainder(self.tokens_per_entry) == 0
+        return torch.where(completes, pages * self.entries_per_page + places, PADDING_SLOT)
 
     def _slots_at_once(self, rows: Sequence[int], firsts: Sequence[int]) -> list[int] | None:
         """The slot of one entry of each row; None if some entry has no page that is its row's alone.
@@ -172,8 +196,13 @@ class Pool:
         # Where a row has no page, the table has the padding page, which nobody owns.
         if np.count_nonzero(self.allocator.owner_counts[pages] != 1):
             return None
-        slots: list[int] = (entries + (pages - places) * self.page_size).tolist()
-        return slots
+        slots = entries + (pages - places) * self.page_size
+        if self.tokens_per_entry > 1:
+            inside = entries % self.page_size // self.tokens_per_entry
+            completes = (entries + 1) % self.tokens_per_entry == 0
+            slots = np.where(completes, pages * self.entries_per_page + inside, PADDING_SLOT)
+        found: list[int] = slots.tolist()
+        return found
 
     def _slots_by_row(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
         size, owners = self.page_size, self.allocator.owners
@@ -195,15 +224,27 @@ class Pool:
                         "copy it first",
                     )
                 length = min(size - offset, stop - place)
-                slots += range(page * size + offset, page * size + offset + length)
+                slots += self._slots_in_page(page, place, length)
                 place += length
         return slots
 
-    def copy_page(self, source: int, target: int, num_entries: int) -> None:
-        """Copies the first entries of one page to another."""
-        first, to = source * self.page_size, target * self.page_size
+    def _slots_in_page(self, page: int, first: int, count: int) -> Sequence[int]:
+        """The slots that tokens from `first` on write, which are all in one page."""
+        offset, ratio = first % self.page_size, self.tokens_per_entry
+        if ratio == 1:
+            start = page * self.page_size + offset
+            return range(start, start + count)
+        start = page * self.entries_per_page
+        return [
+            PADDING_SLOT if (first + place + 1) % ratio else start + (offset + place) // ratio for place in range(count)
+        ]
+
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the entries that the first tokens of one page complete to another."""
+        size = self.entries_per_page
+        first, to, count = source * size, target * size, num_tokens * size // self.page_size
         for plane in self._planes.values():
-            plane[:, to : to + num_entries] = plane[:, first : first + num_entries]
+            plane[:, to : to + count] = plane[:, first : first + count]
 
     def move_entries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies entries from slots to other slots, in stream order. A slot may be both: sources are read first."""
@@ -222,7 +263,7 @@ class Pool:
         for plane in self._planes.values():
             nan = torch.full((1,), torch.nan, dtype=plane.dtype, device=plane.device)
             # As bytes, because not every device supports indexed writes of 8-bit floats.
-            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:]).view(torch.uint8)
+            paged = plane.view(plane.shape[0], -1, self.entries_per_page, *plane.shape[2:]).view(torch.uint8)
             paged[:, list(pages)] = nan.expand(plane.shape[-1]).contiguous().view(torch.uint8)
 
 

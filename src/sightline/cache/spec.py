@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from sightline.core.page_shape import entries_per_page
+
 SCALED_DTYPES = frozenset({torch.float8_e4m3fn})
 """Cache dtypes with one scale per plane and layer: what is stored is value / scale, saturated."""
 ScalesByPlane: TypeAlias = Mapping[str, Sequence[float]]
@@ -66,14 +68,27 @@ class PoolSpec:
                 )
 
     @property
-    def elements_per_token(self) -> int:
-        """Sum over all planes and layers."""
+    def entry_elements(self) -> int:
+        """Elements of an entry, summed over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) for plane in self.planes)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Sum over all planes and layers."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry, summed over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.planes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The part of an entry's bytes that a token has."""
+        return self.entry_bytes / self.tokens_per_entry
+
+    def entries_per_page(self, page_size: int) -> int:
+        """The places for entries in a page. Raises `ConfigError` if entries do not fit pages."""
+        return entries_per_page(page_size, self.tokens_per_entry)
+
+    def bytes_per_page(self, page_size: int) -> int:
+        """Bytes of a page, summed over all planes and layers."""
+        return self.entries_per_page(page_size) * self.entry_bytes
 
 
 @dataclass(frozen=True)

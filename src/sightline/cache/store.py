@@ -60,6 +60,8 @@ class NetworkCache:
             for pool in self.pools:
                 slots = pool.slots_to_write((row,), (context_len,), (max(places) + 1,))
                 moves = [(slots[place], slots[index]) for index, place in enumerate(places) if place != index]
+                if moves and pool.tokens_per_entry > 1:
+                    raise BatchError("kept candidates", None, f"the first ones in pool {pool.key}", tuple(places))
                 pool.move_entries([source for source, _ in moves], [target for _, target in moves])
             self.lengths.advance(row, stop)
 

@@ -197,12 +197,15 @@ class PageShape(NamedTuple):
     itemsize: int
     scale_bytes: int = 0
     """What a token has beside its elements, on the device."""
+    compressed: int = 0
+    """Elements of a page's entries that stand for several tokens each, in all pools and layers."""
 
     def split(self, host_elements: int = 0) -> CachePage:
         """Returns the size of a page whose tokens have `host_elements` elements each in host memory."""
         size = self.itemsize * self.num_tokens
         scales = self.scale_bytes * self.num_tokens
-        return CachePage(self.num_tokens, self.elements * size + scales, host_elements * size)
+        compressed = self.compressed * self.itemsize
+        return CachePage(self.num_tokens, self.elements * size + scales + compressed, host_elements * size)
 
 
 class LongestRow(NamedTuple):

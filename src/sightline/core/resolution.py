@@ -30,6 +30,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.hot_memory import NO_PAGES, ChosenFacts, LongestRow, PageShape, size_cache
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
+from sightline.core.page_shape import CompressedEntries
 from sightline.core.settings import stated
 from sightline.core.speculation import Speculation, read_speculation
 from sightline.core.state_memory import NO_STATES_KEPT, StateSizes, share_states
@@ -60,7 +61,9 @@ class ModelFacts:
     quantised_bytes: int
     """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
-    """Sum over all layers and pools."""
+    """Sum over all layers and pools whose entries stand for one token each."""
+    compressed: tuple[CompressedEntries, ...] = ()
+    """The entries that stand for several tokens each."""
     scale_bytes_per_token: int = 0
     """What a cache of 8-bit floats has beside its elements, over all layers and pools: the scales of entries that have
     one each."""
@@ -71,7 +74,9 @@ class ModelFacts:
     vocab_size: int = 0
     """The logits of a token."""
     state_bytes: int = 0
-    """The recurrent state of a sequence, whatever its length; 0 if no layer has one."""
+    """The state of a sequence, whatever its length, without what is in the cache's dtype; 0 if no layer has one."""
+    state_elements: int = 0
+    """Elements of a sequence's state in the cache's dtype."""
     chosen: ChosenFacts = ChosenFacts()  # noqa: RUF009 - frozen
     """What is kept for layers that attend to chosen entries."""
     takes_texts_whole: bool = False
@@ -83,6 +88,7 @@ class ModelFacts:
         both = replace(
             self,
             cache_elements_per_token=elements,
+            compressed=self.compressed + drafter.compressed,
             scale_bytes_per_token=self.scale_bytes_per_token + drafter.scale_bytes_per_token,
             chosen=self.chosen + drafter.chosen,
         )
@@ -95,6 +101,16 @@ class ModelFacts:
             packed_elements=self.packed_elements + drafter.packed_elements,
             packed_bytes=self.packed_bytes + drafter.packed_bytes,
         )
+
+    def sequence_bytes(self, cache_dtype: torch.dtype) -> int:
+        """The state of a sequence, whatever its length; 0 if no layer has one."""
+        return self.state_bytes + self.state_elements * cache_dtype.itemsize
+
+    def page_shape(self, page_size: int, cache_dtype: torch.dtype) -> PageShape:
+        """A page of all pools. Raises `ConfigError` if some entries do not fit pages of that size."""
+        scale_bytes = self.scale_bytes_per_token if cache_dtype.itemsize == 1 else 0
+        compressed = sum(each.elements_per_page(page_size) for each in self.compressed)
+        return PageShape(page_size, self.cache_elements_per_token, cache_dtype.itemsize, scale_bytes, compressed)
 
     def weight_bytes(self, dtype: torch.dtype, kernels: LayerKernels) -> int:
         """What the weights take with these kernels, if those that are not kept quantised are of `dtype`."""
@@ -181,12 +197,12 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     else:
         room = memory if device.kind is DeviceKind.CUDA else memory.without(host_cache_bytes)
         _tell_unused_checkpoints(config, facts, ledger)
-        if facts.state_bytes:
-            states = _resolve_states(config, facts, room, sizes, overlaps, ledger)
+        state_bytes = facts.sequence_bytes(cache_dtype)
+        if state_bytes:
+            states = _resolve_states(config, state_bytes, room, sizes, overlaps, ledger)
             sizes = replace(sizes, max_rows=states.max_rows)
-            room = room.without(states.num_bytes(facts.state_bytes))
-        scale_bytes = facts.scale_bytes_per_token if cache_dtype.itemsize == 1 else 0
-        page = PageShape(page_size, facts.cache_elements_per_token, cache_dtype.itemsize, scale_bytes)
+            room = room.without(states.num_bytes(state_bytes))
+        page = facts.page_shape(page_size, cache_dtype)
         longest = LongestRow(model_len, sizes.max_step_tokens)
         cache = size_cache(config, facts.chosen, page, longest, room, sizes.max_rows, device, ledger)
         num_pages, sizes = cache.num_pages, replace(sizes, max_rows=cache.max_rows)
@@ -276,7 +292,7 @@ def _resolve_host_cache(config: EngineConfig, *, prefix_caching: bool) -> int:
 
 
 def _tell_unused_checkpoints(config: EngineConfig, facts: ModelFacts, ledger: Ledger) -> None:
-    if config.max_state_checkpoints is not None and not facts.state_bytes:
+    if config.max_state_checkpoints is not None and not facts.sequence_bytes(torch.float32):
         ledger.degrade(
             "max_state_checkpoints",
             f"{config.max_state_checkpoints} changes nothing: no layer of the model is recurrent",
@@ -285,13 +301,13 @@ def _tell_unused_checkpoints(config: EngineConfig, facts: ModelFacts, ledger: Le
 
 
 def _resolve_states(
-    config: EngineConfig, facts: ModelFacts, memory: MemoryBudget, sizes: _Sizes, overlaps: bool, ledger: Ledger
+    config: EngineConfig, state_bytes: int, memory: MemoryBudget, sizes: _Sizes, overlaps: bool, ledger: Ledger
 ) -> StateSizes:
-    """The recurrent states that rows and checkpoints have room for."""
+    """The states, of `state_bytes` each, that rows and checkpoints have room for."""
     speculation = read_speculation(config.speculative_config)
     is_sized = config.cache_tokens is None
     return share_states(
-        facts.state_bytes,
+        state_bytes,
         memory.cache_bytes if is_sized else memory.room_bytes,
         sizes.max_rows,
         config.max_num_seqs,

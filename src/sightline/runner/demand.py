@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-import torch
-
 from sightline.attention.bindings import MASK_FEATURES
 from sightline.attention.capability import FEW_ROWS, Requirement, Work
 from sightline.attention.contract import CachePolicy
@@ -27,7 +25,7 @@ from sightline.attention.dimensions import (
     features_name,
 )
 from sightline.attention.groups import LayerGroup
-from sightline.attention.kinds import Feature
+from sightline.attention.kinds import STATE_KINDS, Feature
 from sightline.attention.proof import dtype_name
 from sightline.core.batch import MaskKind
 from sightline.core.resolution import ResolvedConfig
@@ -65,11 +63,11 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         group.spec,
         config.device,
         config.dtype,
-        torch.float32 if group.is_recurrent else config.cache_dtype,
+        group.cache_dtype(config.cache_dtype),
         config.page_size,
         usage.needs(config, work) | group.needs,
         demands_of(config, group, work, usage),
-        hot_entries=config.hot_buffer_size > 0 and group.reads_choice,
+        hot_entries=config.hot_buffer_size > 0 and group.may_be_on_host,
     )
 
 
@@ -114,9 +112,11 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
         Dimension.CONTEXT: Span(0, config.max_model_len - 1),
         Dimension.STEP_TOKENS: Span(rows.low, most),
     }
-    reuse = {Dimension.REUSE: frozenset(each.value for each in Reuse)}
+    kept: dict[Dimension, frozenset[Value]] = {Dimension.REUSE: frozenset(each.value for each in Reuse)}
     if group.is_recurrent:
-        return _demand(config, group, usage, work, CachePolicy.PAGED, scales, {**reuse, **_of_states(config, longest)})
+        kept |= _of_states(config, longest)
+    if group.spec.kind in STATE_KINDS:
+        return _demand(config, group, usage, work, CachePolicy.PAGED, scales, kept)
     # Continuations of one prompt share its pages even without prefix caching. A row shares whole pages of its context,
     # and computes at least its last token itself.
     may_share = config.prefix_caching or usage is AttentionUsage.GENERATE
@@ -129,7 +129,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
         CachePolicy.PAGED if group.loan is None else CachePolicy.BORROWED,
         {**scales, Dimension.POOL_SLOTS: _exactly(config.num_pages * config.page_size)},
         {
-            **reuse,
+            **kept,
             Dimension.PAGE_SIZE: frozenset({config.page_size}),
             Dimension.CACHE_DTYPE: frozenset({dtype_name(config.cache_dtype)}),
             Dimension.PAGE_ORDER: frozenset(PAGE_ORDERS),

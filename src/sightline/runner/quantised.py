@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind
 from sightline.core.hot_memory import ChosenFacts
 from sightline.core.ledger import Ledger
+from sightline.core.page_shape import CompressedEntries
 from sightline.core.resolution import ModelFacts, ResolvedConfig
 from sightline.kernels.block_product import CpuFeatures
 from sightline.kernels.cpu.program import CpuLauncher
@@ -122,8 +124,25 @@ def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
 
 def chosen_facts(group: LayerGroup) -> ChosenFacts:
     """What layers that attend to chosen entries keep of a token."""
-    elements = sum(pool.elements_per_token for pool in group.cache_spec(torch.float32).pools)
+    elements = sum(pool.entry_elements for pool in group.cache_spec(torch.float32).pools)
     return ChosenFacts(group.spec.top_k or 0, 1, len(group.layers), elements, elements // len(group.layers))
+
+
+def _cache_facts(groups: Sequence[LayerGroup]) -> dict[str, Any]:
+    """The fields of `ModelFacts` that tell what is cached."""
+    wide, narrow = ([group.cache_spec(dtype) for group in groups] for dtype in (torch.float32, torch.float16))
+    pools = [pool for group in wide for pool in group.pools]
+    wide_bytes, narrow_bytes = (sum(each.states.num_bytes for each in specs) for specs in (wide, narrow))
+    # What is in the cache's dtype takes half as much in the narrow one.
+    in_cache_dtype = 2 * (wide_bytes - narrow_bytes)
+    return {
+        "state_bytes": wide_bytes - in_cache_dtype,
+        "state_elements": in_cache_dtype // torch.float32.itemsize,
+        "cache_elements_per_token": sum(pool.entry_elements for pool in pools if pool.tokens_per_entry == 1),
+        "compressed": tuple(
+            CompressedEntries(pool.tokens_per_entry, pool.entry_elements) for pool in pools if pool.tokens_per_entry > 1
+        ),
+    }
 
 
 def model_facts(
@@ -152,14 +171,12 @@ def model_facts(
         quantised_bytes=quantised_bits // 8,
         packed_elements=sum(math.prod(shape) for _, shape in packed),
         packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
-        cache_elements_per_token=sum(
-            pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
-        ),
+        **_cache_facts(groups),
         scale_bytes_per_token=sum(
-            pool.bytes_per_token - pool.elements_per_token
+            pool.entry_bytes - pool.entry_elements
             for group in groups
             for pool in group.cache_spec(torch.float8_e4m3fn).pools
+            if pool.tokens_per_entry == 1
         ),
-        state_bytes=sum(group.cache_spec(torch.float32).states.num_bytes for group in groups),
-        chosen=sum([chosen_facts(group) for group in groups if group.reads_choice], ChosenFacts()),
+        chosen=sum([chosen_facts(group) for group in groups if group.may_be_on_host], ChosenFacts()),
     )

@@ -33,9 +33,9 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
         group = binding.group
         num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
-        cached = f", {num_bytes // len(group.layers):,} cached bytes a token and layer"
+        cached = f", {num_bytes / len(group.layers):,.0f} cached bytes a token and layer" if num_bytes else ""
         if group.is_recurrent:
-            cached = f", {binding.cache.states.spec.num_bytes:,} bytes of state a sequence"
+            cached += f", {binding.cache.states.spec.num_bytes:,} bytes of state a sequence"
         lines.append(
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"

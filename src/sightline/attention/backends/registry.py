@@ -16,12 +16,16 @@ from sightline.attention.backends.flashinfer import rows as flashinfer_rows
 from sightline.attention.backends.flashinfer.blackwell import rows as blackwell_rows
 from sightline.attention.backends.numba import rows as numba_rows
 from sightline.attention.backends.reference.backend import ReferenceBackend
+from sightline.attention.backends.reference.compressed_backend import ReferenceCompressedBackend
+from sightline.attention.backends.reference.compressed_index_backend import ReferenceCompressedIndexBackend
 from sightline.attention.backends.reference.convolution_backend import ReferenceConvolutionBackend
 from sightline.attention.backends.reference.index_backend import ReferenceIndexBackend
 from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.reference.recurrent_backend import ReferenceRecurrentBackend
 from sightline.attention.backends.tokenspeed import rows as tokenspeed_rows
 from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.compressed_backend import TorchCompressedBackend
+from sightline.attention.backends.torch.compressed_index_backend import TorchCompressedIndexBackend
 from sightline.attention.backends.torch.convolution_backend import TorchConvolutionBackend
 from sightline.attention.backends.torch.index_backend import TorchIndexBackend
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
@@ -165,11 +169,15 @@ BUILT_IN: tuple[Candidate, ...] = (
     Candidate.of("torch-recurrent", TorchRecurrentBackend, "sightline", by_default=True),
     Candidate.of("torch-index", TorchIndexBackend, "sightline", by_default=True),
     Candidate.of("torch-convolution", TorchConvolutionBackend, "sightline", by_default=True),
+    Candidate.of("torch-compressed", TorchCompressedBackend, "sightline", by_default=True),
+    Candidate.of("torch-compressed-index", TorchCompressedIndexBackend, "sightline", by_default=True),
     Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),
     Candidate.of("reference-latent", ReferenceLatentBackend, "sightline", by_default=False),
     Candidate.of("reference-recurrent", ReferenceRecurrentBackend, "sightline", by_default=False),
     Candidate.of("reference-index", ReferenceIndexBackend, "sightline", by_default=False),
     Candidate.of("reference-convolution", ReferenceConvolutionBackend, "sightline", by_default=False),
+    Candidate.of("reference-compressed", ReferenceCompressedBackend, "sightline", by_default=False),
+    Candidate.of("reference-compressed-index", ReferenceCompressedIndexBackend, "sightline", by_default=False),
 )
 
 

@@ -119,14 +119,16 @@ def _walk(pool: Pool, table_row: int, length: int) -> list[int]:
     return [pages[entry // size] * size + entry % size for entry in range(length)]
 
 
-def reference_capability(kind: SpecKind, features: frozenset[Feature], *, hot_entries: bool = False) -> Capability:
-    """A capability row that serves everything of one kind."""
+def reference_capability(
+    kind: SpecKind, features: frozenset[Feature], *, hot_entries: bool = False, scaled: bool = True
+) -> Capability:
+    """A capability row that serves everything of one kind. `scaled` says that a cache may have 8-bit floats."""
     return Capability(
         spec_kinds=frozenset({kind}),
         devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
         compute_capabilities=ANY,
         dtypes=_DTYPES,
-        cache_dtypes=_DTYPES | SCALED_DTYPES,
+        cache_dtypes=_DTYPES | SCALED_DTYPES if scaled else _DTYPES,
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,

@@ -77,7 +77,7 @@ class Shape:
     @property
     def entry_bytes(self) -> int:
         """Cached bytes per token and layer."""
-        return sum(pool.elements_per_token for pool in self.spec.pools(1, self.dtype)) * self.dtype.itemsize
+        return sum(pool.entry_elements for pool in self.spec.pools(1, self.dtype)) * self.dtype.itemsize
 
     @property
     def num_pairs(self) -> int:

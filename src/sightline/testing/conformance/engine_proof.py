@@ -332,9 +332,9 @@ def _free_bytes(device: Device) -> int:
 
 
 def _slot_bytes(config: ResolvedConfig, group: LayerGroup) -> int:
-    """Returns the cache bytes of one token in all layers of the group."""
+    """Returns the cache bytes of one token in all layers of the group, rounded up."""
     pools = group.cache_spec(config.cache_dtype).pools
-    return sum(pool.bytes_per_token for pool in pools)
+    return -(-sum(pool.bytes_per_page(config.page_size) for pool in pools) // config.page_size)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

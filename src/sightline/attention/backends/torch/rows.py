@@ -6,6 +6,7 @@ import torch
 
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.kinds import (
+    COMPRESSED_FEATURES,
     CONVOLUTION_FEATURES,
     INDEX_FEATURES,
     LATENT_ONLY,
@@ -19,16 +20,22 @@ from sightline.core.device import DeviceKind
 
 
 def _rows(
-    kind: SpecKind, features: frozenset[Feature], *, keeps_states: bool = False, hot_entries: bool = False
+    kind: SpecKind,
+    features: frozenset[Feature],
+    *,
+    keeps_states: bool = False,
+    hot_entries: bool = False,
+    scaled: bool = True,
 ) -> tuple[Capability, ...]:
-    """The rows of a kind. States are fp32, whatever dtype a cache has."""
+    """The rows of a kind. States of recurrent layers are fp32, whatever dtype a cache has. `scaled` says that a cache
+    may have 8-bit floats."""
     return tuple(
         Capability(
             spec_kinds=frozenset({kind}),
             devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
             compute_capabilities=ANY,
             dtypes=frozenset({dtype}),
-            cache_dtypes=ANY if keeps_states else SCALED_DTYPES | {dtype},
+            cache_dtypes=ANY if keeps_states else (SCALED_DTYPES if scaled else frozenset()) | {dtype},
             head_dims=ANY,
             group_sizes=ANY,
             page_sizes=ANY,
@@ -59,3 +66,5 @@ LATENT_ROWS = _rows(
 INDEX_ROWS = _rows(SpecKind.INDEX, INDEX_FEATURES - {Feature.BATCH_INVARIANT})
 RECURRENT_ROWS = _rows(SpecKind.RECURRENT, RECURRENT_FEATURES - {Feature.BATCH_INVARIANT}, keeps_states=True)
 CONVOLUTION_ROWS = _rows(SpecKind.CONVOLUTION, CONVOLUTION_FEATURES - {Feature.BATCH_INVARIANT}, keeps_states=True)
+COMPRESSED_ROWS = _rows(SpecKind.COMPRESSED, COMPRESSED_FEATURES - {Feature.BATCH_INVARIANT}, scaled=False)
+COMPRESSED_INDEX_ROWS = _rows(SpecKind.COMPRESSED_INDEX, COMPRESSED_FEATURES - {Feature.BATCH_INVARIANT}, scaled=False)

@@ -1,0 +1,50 @@
+"""A step's compression with the places of its entries: what attention and indexers over entries share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.attention.compressed.compressor import Compressor, plan_compressor
+from sightline.attention.compressed.entries import EntryPlaces, PooledEntries, StepEntries
+from sightline.attention.compressed.inputs import CompressionInputs
+from sightline.attention.compressed.layout import CompressionLayout, RowPart
+from sightline.attention.compressed.spec import Compression
+from sightline.attention.contract import StepView
+from sightline.cache.pools import Pool
+from sightline.core.lengths import moved
+
+
+@dataclass(frozen=True, eq=False)
+class StepCompression:
+    """Compresses a step's tokens, and finds entries."""
+
+    compressor: Compressor
+    places: EntryPlaces
+
+    def run(self, inputs: CompressionInputs, sums: Tensor | None, entries: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Writes new entries and sums to a layer's planes, which are None if nothing is kept. Returns what `places`
+        index: entries of `dtype`."""
+        return self.places.source(entries, self.compressor.run(inputs, sums, dtype))
+
+
+def plan_compression(
+    compression: Compression, head_dim: int, step: StepView, rows: Sequence[RowPart], pool: Pool, device: torch.device
+) -> StepCompression:
+    """Plans a step; `rows` are those that have tokens."""
+    states, kept = step.states, () if step.states is None else step.states.kept_host
+    layout = CompressionLayout.of(compression.ratio, rows, kept)
+    read_slots = None if states is None else row_slots(rows, states.read_slots)
+    compressor = plan_compressor(compression, head_dim, layout, read_slots, device)
+    if states is None:
+        return StepCompression(compressor, StepEntries.of(layout, rows, device))
+    write_slots = step.batch.pools[pool.key].write_slots.index_select(0, compressor.entry_tokens)
+    return StepCompression(compressor, PooledEntries(pool, step.batch.rows, write_slots))
+
+
+def row_slots(rows: Sequence[RowPart], read_slots: Tensor) -> Tensor:
+    """[num_rows with tokens] int64: the states that these rows begin with, out of those of all rows."""
+    return read_slots.index_select(0, moved([[row.row for row in rows]], read_slots.device)[0])
