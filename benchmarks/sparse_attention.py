@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,19 +43,10 @@ from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.bench.attention.contest import Contender, Contenders, Contest
 from sightline.bench.attention.shapes import Cost
-from sightline.bench.attention.timing import (
-    Between,
-    Rates,
-    TimedTask,
-    TimingBudget,
-    capture,
-    clock_of,
-    eager_task,
-    measure_rates,
-    time_in_turns,
-)
-from sightline.bench.budget import Budget, OutOfTime
+from sightline.bench.attention.timing import TimingBudget, measure_rates
+from sightline.bench.budget import Budget
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, Pool
 from sightline.cache.store import CacheStore
@@ -102,18 +93,6 @@ LARGE = Sizes(
     2e-2,
 )
 TINY = Sizes(IndexSpec(4, 16, 5), LatentSpec(4, 16, 8, 8, 8, 0.25, 5), ((1, 40), (3, 24)), 4, torch.float32, 2, 1e-4)
-
-
-class Contender(NamedTuple):
-    """Something that may be timed. `run` takes the layer."""
-
-    run: Callable[[int], Tensor]
-    check: Callable[[Tensor], str | None]
-    """What is wrong with the result of the last layer; None if nothing is."""
-
-
-Contenders: TypeAlias = Iterable[tuple[str, Callable[[], Contender]]]
-"""Names, and what makes the contender, which may take minutes to compile."""
 
 
 @dataclass(eq=False)
@@ -400,63 +379,6 @@ def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> 
             yield name, partial(Contender, *contender)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Checks and times contenders."""
-
-    device: Device
-    rates: Rates
-    effort: TimingBudget
-    layers: int
-    budgets: defaultdict[str, Budget] = field(compare=False)
-    """How long each contender may still be made and tried."""
-
-    def report(self, title: str, cost: Cost, contenders: Contenders) -> None:
-        floor = self.rates.floor(cost)
-        head = f"\n## {title}\n\nfloor {floor * 1e6:.1f} µs\n\n| contender | µs | times the floor |\n|---|---|---|"
-        print(head, flush=True)
-        tasks: dict[str, TimedTask] = {}
-        between = Between(self.device.torch_device)
-        for name, make in contenders:
-            try:
-                with self.budgets[name].spend():
-                    contender = make()
-                    wrong = contender.check(contender.run(self.layers - 1))
-                    if wrong is None:
-                        tasks[name] = self._task(contender, between)
-                        continue
-            except OutOfTime:
-                wrong = "skipped: its budget of seconds is used up"
-            except Exception as error:  # A contender that fails must not end the run.
-                wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            print(f"| {name} | {wrong} | |", flush=True)
-        empty = self._task(Contender(between.no_layer, lambda _: None), between) if tasks else None
-        self._print(tasks if empty is None else {**tasks, "": empty}, floor)
-
-    def _print(self, tasks: Mapping[str, TimedTask], floor: float) -> None:
-        times = time_in_turns(tasks, clock_of(self.device), self.effort)
-        between = times.pop("").median if "" in times else 0.0
-        for name, taken in times.items():
-            seconds = max(taken.median - between, 0.0)
-            print(f"| {name} | {seconds * 1e6:.1f} | {seconds / floor:.2f} |", flush=True)
-
-    def _task(self, contender: Contender, between: Between) -> TimedTask:
-        if self.device.torch_device.type != "cuda":
-            return eager_task(contender.run, self.layers)
-        try:
-            captured = capture(contender.run, self.layers, between)
-            captured.out.fill_(-1)
-            captured.graph.replay()
-            wrong = contender.check(captured.out)
-        except Exception as error:  # Whatever cannot be captured is timed from the host.
-            wrong = f"{type(error).__name__}"
-            torch.cuda.synchronize()
-        if wrong is None:
-            return captured.task()
-        print(f"| timed from the host: {wrong} in a graph | | |", flush=True)
-        return eager_task(contender.run, self.layers)
-
-
 def index_cost(step: Step, spec: IndexSpec) -> Cost:
     scale = 4 if step.cache_dtype is FP8 else 0
     pairs = step.rows * step.tokens
@@ -471,7 +393,7 @@ def attention_cost(step: Step, spec: LatentSpec) -> Cost:
     return Cost(pairs * spec.head_dim * step.cache_dtype.itemsize, operations)
 
 
-def run_parts(parts: Sequence[str], bench: Bench, sizes: Sizes, flashmla: Path | None) -> None:
+def run_parts(parts: Sequence[str], bench: Contest, sizes: Sizes, flashmla: Path | None) -> None:
     where, index, latent = bench.device.torch_device, sizes.index, sizes.latent
     for rows, tokens in sizes.shapes:
         for dtype in (sizes.dtype, FP8) if "index" in parts else ():
@@ -508,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = measure_rates(device, sizes.dtype)
     print(f"{device.name}: {rates.bytes_per_second / 1e12:.2f} TB/s, {rates.operations_per_second / 1e12:.0f} TFLOP/s")
     effort = TimingBudget(rounds=1, sample_seconds=1e-6) if options.cpu else TimingBudget()
-    bench = Bench(device, rates, effort, sizes.layers, defaultdict(lambda: Budget(options.budget)))
+    bench = Contest(device, rates, effort, sizes.layers, defaultdict(lambda: Budget(options.budget)))
     with torch.inference_mode():
         run_parts(options.parts, bench, sizes, options.flashmla)
 
