@@ -141,13 +141,15 @@ class TritonCompressedBackend(AttentionBackend[CompressedSpec, CompressedInputs]
     """Runs on NVIDIA GPUs."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = COMPRESSED_ROWS
+    sizes: ClassVar[DecodeConfig | None] = None
+    """The sizes of programs; None: those that suit the device."""
 
     def __init__(self, context: BackendContext[CompressedSpec]) -> None:
         self._spec = spec = context.spec
         self._cache = context.cache
         self._layers = _planes_by_layer(context)
         chip = Chip.of(context.device)
-        self._config = config = choose_compressed(
+        self._config = config = self.sizes or choose_compressed(
             spec.head_dim,
             spec.num_q_heads,
             context.dtype,
