@@ -221,9 +221,7 @@ class Step:
         self.window, self.sums, self.entries = window.cpu(), sums.cpu(), entries.cpu()
         seen = SeenKeys(case.window, case.ratio if case.has_entries else 0, case.top_k or 0, case.one_by_one)
         config = DecodeConfig(case.block, case.unit_heads, case.num_programs, 4, 1)
-        layer = CompressedLayer(
-            key, window, entries if case.has_entries else None, self.sinks.to(DEVICE), self.scale
-        )
+        layer = CompressedLayer(key, window, entries if case.has_entries else None, self.sinks.to(DEVICE), self.scale)
         out = torch.full((case.num_tokens, case.heads, case.dim), torch.nan, dtype=case.dtype, device=DEVICE)
         lens, counts = numbers([0] * case.num_tokens), numbers([0] * case.num_tokens)
         count_keys(tokens, seen, config.block, lens, counts)

@@ -99,7 +99,9 @@ def keep_tokens(
     num_tokens, slots = tokens.num_tokens, tokens.slots
     keys = None if slots is None else keys
     rings, rows = (0, 1) if keys is None else _ring_parts(num_tokens, *keys.window.shape[1:])
-    choices, top_k = (0, 1) if choice is None else (triton.cdiv(choice.chosen.shape[1], _CHOICES), choice.slots.shape[1])
+    choices, top_k = (
+        (0, 1) if choice is None else (triton.cdiv(choice.chosen.shape[1], _CHOICES), choice.slots.shape[1])
+    )
     parts = int(new is not None) + rings + choices
     if num_tokens == 0 or parts == 0:
         return

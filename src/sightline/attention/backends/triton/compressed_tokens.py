@@ -50,5 +50,3 @@ def new_entries(
         entries=entries,
         slots=slots,
     )
-
-
