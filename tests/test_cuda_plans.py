@@ -14,8 +14,9 @@ from sightline.attention.planner import Planner
 from sightline.attention.streams import PlanStream
 from sightline.core.device import detect_device
 from sightline.runner.recording import CudaRecorder
+from sightline.testing.conformance.given_inputs import to_device
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject, tree_row
-from sightline.testing.conformance.steps import Step, to_device
+from sightline.testing.conformance.steps import Step
 from support.plan_checks import captured_drafts_are_the_eager_ones
 from support.plan_sites import PAGE, SPEC, Bench
 from support.rollouts import SOFTMAX, Draft, rig_for

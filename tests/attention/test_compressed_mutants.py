@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from sightline.attention.kinds import SpecKind
 from support.compressed_bench import Backends, CompressedBench, TextPart, branch, text_of
+from support.planted_compressed import (
+    ATTEND,
+    COMPRESSOR,
+    ENTRIES,
+    INDEX,
+    LAYOUT,
+    STEP,
+    SUMS,
+    TILES,
+    WINDOWS,
+    plant,
+)
 
 pytestmark = pytest.mark.prove
-COMPRESSED, TORCH = "sightline.attention.compressed", "sightline.attention.backends.torch"
-MODULES = (
-    *(
-        f"{COMPRESSED}.{name}"
-        for name in ("sums", "layout", "compressor", "windows", "tiles", "entries", "attend", "step")
-    ),
-    f"{TORCH}.compressed_backend",
-    f"{TORCH}.compressed_index_backend",
-)
-"""Each imports only modules before it."""
-
-
-def backends_in(modules: dict[str, ModuleType]) -> Backends:
-    return {
-        SpecKind.COMPRESSED: vars(modules[f"{TORCH}.compressed_backend"])["TorchCompressedBackend"],
-        SpecKind.COMPRESSED_INDEX: vars(modules[f"{TORCH}.compressed_index_backend"])["TorchCompressedIndexBackend"],
-    }
 
 
 def prompt(backends: Backends) -> None:
@@ -96,8 +85,6 @@ class Mutant:
     caught_by: Callable[[Backends], None]
 
 
-SUMS, LAYOUT, COMPRESSOR, WINDOWS, TILES, ENTRIES, ATTEND, STEP = MODULES[:8]
-INDEX = MODULES[9]
 _EARLIER = "row.place if window - 1 not in ended else self.num_rows + ended[window - 1]"
 _READ = "torch.index_select(plane, 0, self.read_slots, out="
 _OLD = "plane[self.write_slots]"
@@ -197,28 +184,12 @@ CHECKS = {mutant.caught_by.__name__: mutant.caught_by for mutant in MUTANTS.valu
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_backends_pass_the_checks(name: str) -> None:
-    CHECKS[name](backends_in({module: importlib.import_module(module) for module in MODULES}))
+    CHECKS[name](plant(SUMS, "import torch\n", "import torch\n"))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_check_catches_the_planted_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = backends_in(plant(MUTANTS[name], monkeypatch))
+def test_the_check_catches_the_planted_fault(name: str) -> None:
+    mutant = MUTANTS[name]
+    planted = plant(mutant.module, mutant.original, mutant.planted)
     with pytest.raises(AssertionError):
-        MUTANTS[name].caught_by(planted)
-
-
-def plant(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The modules with the fault in one of them: loaded anew, so that all of them import the faulty one."""
-    modules = {}
-    for name in MODULES:
-        found = importlib.util.find_spec(name)
-        assert found is not None
-        assert found.origin is not None
-        source = Path(found.origin).read_text()
-        if name == mutant.module:
-            assert source.count(mutant.original) == 1
-            source = source.replace(mutant.original, mutant.planted)
-        modules[name] = importlib.util.module_from_spec(found)
-        monkeypatch.setitem(sys.modules, name, modules[name])
-        exec(compile(source, found.origin, "exec"), vars(modules[name]))
-    return modules
+        mutant.caught_by(planted)

@@ -17,8 +17,9 @@ from sightline.attention.spec import AttentionSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.core.device import detect_device
+from sightline.testing.conformance.given_inputs import to_device
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject, Unused
-from sightline.testing.conformance.steps import Step, to_device
+from sightline.testing.conformance.steps import Step
 
 pytestmark = [
     pytest.mark.gpu,

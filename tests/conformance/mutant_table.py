@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from conformance.borrowed_mutants import BORROWED_MUTANTS
+from conformance.compressed_mutants import COMPRESSED_MUTANTS, CompressedMutant
 from conformance.index_mutants import INDEX_MUTANTS, IndexMutant
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
 from conformance.mutants import MUTANTS, Mutant
@@ -20,7 +21,7 @@ from sightline.testing.conformance.trial import Check
 
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-AnyMutant: TypeAlias = Mutant | LatentMutant | StateMutant | IndexMutant
+AnyMutant: TypeAlias = Mutant | LatentMutant | StateMutant | IndexMutant | CompressedMutant
 ALL_MUTANTS: tuple[AnyMutant, ...] = (
     *MUTANTS,
     *BORROWED_MUTANTS,
@@ -28,6 +29,7 @@ ALL_MUTANTS: tuple[AnyMutant, ...] = (
     *SPARSE_MUTANTS,
     *INDEX_MUTANTS,
     *STATE_MUTANTS,
+    *COMPRESSED_MUTANTS,
 )
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
 
+from conformance.compressed_mutants import COMPRESSED, COMPRESSED_INDEX, COMPRESSED_MUTANTS
 from conformance.index_mutants import INDEX_MUTANTS
 from conformance.index_parts import INDEX, make_index_backend
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
@@ -22,7 +23,10 @@ from conformance.parts_backend import EVERYTHING, make_backend
 from conformance.sparse_mutants import SPARSE_MUTANTS
 from conformance.state_mutants import STATE_MUTANTS
 from conformance.state_parts_backend import CONVOLUTION, RECURRENT, make_state_backend
+from sightline.attention.backends.torch.compressed_backend import TorchCompressedBackend
+from sightline.attention.backends.torch.compressed_index_backend import TorchCompressedIndexBackend
 from sightline.attention.capability import Capability
+from sightline.attention.kinds import SpecKind
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import available_bytes, detect_device
 from sightline.testing.conformance.checks import CHECKS
@@ -59,7 +63,7 @@ GRAPHS = ["captured-decode", "captured-replay"]
 """Checks that a CPU excuses."""
 
 
-_SLOW_MUTANTS: tuple[AnyMutant, ...] = (*STATE_MUTANTS, *SPARSE_MUTANTS, *INDEX_MUTANTS)
+_SLOW_MUTANTS: tuple[AnyMutant, ...] = (*STATE_MUTANTS, *SPARSE_MUTANTS, *INDEX_MUTANTS, *COMPRESSED_MUTANTS)
 EFFORTS = [
     pytest.param(effort, id=effort.value, marks=(pytest.mark.slow,) if effort is Effort.FULL else ())
     for effort in Effort
@@ -129,6 +133,21 @@ def test_the_correct_parts_of_layers_with_states_pass_every_check(row: Capabilit
     report = try_row(Subject("state parts", make_state_backend(declares=row), row, CPU), effort, FEW, checks)
     assert {result.check: result.detail for result in report.failed} == {}
     assert [result.check for result in report.results if result.verdict is Verdict.EXCUSED] == GRAPHS
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("row", [COMPRESSED, COMPRESSED_INDEX], ids=["compressed", "compressed index"])
+def test_compressed_attention_in_several_dtypes_passes_every_check(row: Capability, effort: Effort) -> None:
+    checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
+    [kind] = row.spec_kinds
+    backend = {SpecKind.COMPRESSED: TorchCompressedBackend, SpecKind.COMPRESSED_INDEX: TorchCompressedIndexBackend}[
+        kind
+    ]
+    subject = Subject("torch", backend, row, CPU)
+    report = try_row(subject, effort, FEW, checks)
+    assert {result.check: result.detail for result in report.failed} == {}
+    excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
+    assert excused == ["batch-invariance", *GRAPHS]
 
 
 NARROW_FAULTS = (

@@ -29,8 +29,9 @@ from sightline.core.errors import StalePlanError, UnplannedBatchError
 from sightline.models.contract import Model
 from sightline.runner.batching import assemble
 from sightline.runner.runner import Runner
+from sightline.testing.conformance.given_inputs import map_inputs
 from sightline.testing.conformance.rig import Row
-from sightline.testing.conformance.steps import Step, map_inputs
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.one_layer import check_forward, runner_for
 from support.source_rules import modules

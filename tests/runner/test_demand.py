@@ -12,6 +12,7 @@ import torch
 
 from sightline import LLM, SamplingParams
 from sightline.attention.capability import Work
+from sightline.attention.compressed.spec import CompressedSpec, Compression
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
 from sightline.attention.dimensions import Company, Dimension, KeptStates, Reuse, Sharing, Span
@@ -26,7 +27,7 @@ from sightline.core.speculation import Speculation
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.backend_choice import works_of
 from sightline.runner.build import Runtime
-from sightline.runner.demand import PAGE_ORDERS, AttentionUsage, demands_of
+from sightline.runner.demand import PAGE_ORDERS, AttentionUsage, demands_of, requirement
 from support.case_marks import routine
 from support.observed import Observed, ObservingBackend, holds
 from support.recording_backend import install
@@ -61,6 +62,7 @@ OF_STATES = {
     Dimension.KEPT,
     Dimension.SLOT_ORDER,
 }
+OF_CHOICES = {Dimension.TOP_K, Dimension.RATIO, Dimension.OVERLAP}
 HYBRID = replace(CONFIG, states_per_row=3, max_checkpoints=40)
 RECURRENT_GROUP = LayerGroup(
     "group1",
@@ -106,7 +108,7 @@ def test_a_demand_is_what_the_config_and_the_group_say() -> None:
         Dimension.COMPANY: {each.value for each in Company},
         Dimension.LANE: {"main"},
     }
-    assert {*demand.scales, *demand.values} == set(Dimension) - OF_STATES - {Dimension.TOP_K}
+    assert {*demand.scales, *demand.values} == set(Dimension) - OF_STATES - OF_CHOICES
 
 
 def test_a_recurrent_group_demands_states_and_no_pages() -> None:
@@ -137,6 +139,26 @@ def test_a_recurrent_group_demands_states_and_no_pages() -> None:
         Dimension.COMPANY: {each.value for each in Company},
         Dimension.LANE: {"main"},
     }
+
+
+def test_a_compressed_group_demands_pages_and_states() -> None:
+    compression = Compression(4, overlap=True, rope_dim=64, norm_eps=1e-6)
+    group = LayerGroup("group1", CompressedSpec(6, 128, 0.1, 20, compression, 8), (1, 3))
+    demand = only(HYBRID, Work.PREFILL, group=group)
+    paged, recurrent = only(HYBRID, Work.PREFILL), only(HYBRID, Work.PREFILL, group=RECURRENT_GROUP)
+    assert {*demand.scales} == {*paged.scales}
+    assert demand.values == {
+        **paged.values,
+        **{each: recurrent.values[each] for each in (Dimension.KEPT, Dimension.SLOT_ORDER)},
+        Dimension.KIND: {"compressed"},
+        Dimension.GROUP_SIZE: {6},
+        Dimension.HEAD_DIM: {128},
+        Dimension.FEATURES: {"sparse+window"},
+        Dimension.TOP_K: {8},
+        Dimension.RATIO: {4},
+        Dimension.OVERLAP: {1},
+    }
+    assert requirement(HYBRID, group, Work.PREFILL, AttentionUsage.GENERATE).cache_dtype is CONFIG.cache_dtype
 
 
 @pytest.mark.parametrize("work", [Work.DECODE, Work.FEW, Work.ALONE], ids=lambda work: work.value)

@@ -19,8 +19,9 @@ from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.batch import Batch, RowWork
 from sightline.core.device import DeviceKind
 from sightline.runner.batching import assemble
+from sightline.testing.conformance.given_inputs import to_device
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
-from sightline.testing.conformance.steps import Step, bits, to_device
+from sightline.testing.conformance.steps import Step, bits
 from support.attention_cases import CPU_DEVICE
 
 SOFTMAX = SoftmaxSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -15,11 +15,11 @@ from sightline.attention.kinds import ENTRY_KINDS, STATE_KINDS, Feature, SpecKin
 from sightline.attention.spec import LatentSpec, RecurrentSpec
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError
+from sightline.testing.conformance.given_inputs import tensors_of
 from sightline.testing.conformance.problem import EntryProblem, Problem, StateProblem
 from sightline.testing.conformance.problems import PROBLEMS
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.state_problems import RecurrentProblem
-from sightline.testing.conformance.steps import tensors_of
 from sightline.testing.conformance.trial import needs_feature
 
 

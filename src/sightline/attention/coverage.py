@@ -36,6 +36,8 @@ _OF_SPECS = frozenset(
         Dimension.CONV_WIDTH,
         Dimension.UNIT_KEYS,
         Dimension.TOP_K,
+        Dimension.RATIO,
+        Dimension.OVERLAP,
         Dimension.PAGE_SIZE,
         Dimension.DTYPE,
         Dimension.CACHE_DTYPE,

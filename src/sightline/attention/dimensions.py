@@ -188,6 +188,9 @@ def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool
     if {one[0], two[0]} == {Dimension.FEATURES, Dimension.TOP_K}:
         features, top_k = (one[1], two[1]) if one[0] is Dimension.FEATURES else (two[1], one[1])
         return is_sparse(features) == (int(top_k) > 0)
+    if {one[0], two[0]} == {Dimension.RATIO, Dimension.PAGE_SIZE}:
+        small, large = sorted((int(one[1]), int(two[1])))
+        return small == 0 or large % small == 0
     ordered = any(
         a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] in _ORDERS and b[1] != IN_ORDER
         for a, b in ((one, two), (two, one))

@@ -67,6 +67,8 @@ STATE_KINDS = frozenset({SpecKind.RECURRENT, SpecKind.CONVOLUTION})
 """Layers that keep a state for each sequence."""
 COMPRESSED_KINDS = frozenset({SpecKind.COMPRESSED, SpecKind.COMPRESSED_INDEX})
 """Layers that keep a state for each sequence and, in pages, entries that each stand for several tokens."""
+KEEPING_KINDS = STATE_KINDS | COMPRESSED_KINDS
+"""Layers that keep a state for each sequence, with or without entries beside it."""
 CHOOSING_KINDS = frozenset({SpecKind.INDEX, SpecKind.COMPRESSED_INDEX})
 """Indexers: what they give is a choice, not an output of attention."""
 RECURRENT_FEATURES = RECURRENT_ONLY | PLAN_FEATURES
@@ -75,5 +77,7 @@ CONVOLUTION_FEATURES = PLAN_FEATURES
 """Every feature that a convolution may need."""
 INDEX_FEATURES = LATENT_ONLY | PLAN_FEATURES | {Feature.NON_CAUSAL, Feature.TREE_MASK}
 """Every feature that an indexer may need."""
-COMPRESSED_FEATURES = LATENT_ONLY | PLAN_FEATURES
-"""Every feature that a layer of compressed attention, or an indexer over compressed keys, may need."""
+COMPRESSED_FEATURES = LATENT_ONLY | PLAN_FEATURES | {Feature.WINDOW}
+"""Every feature that compressed attention may need; it always has a window."""
+COMPRESSED_INDEX_FEATURES = LATENT_ONLY | PLAN_FEATURES
+"""Every feature that an indexer over compressed keys may need."""

@@ -31,7 +31,7 @@ class CompressedEntries(NamedTuple):
 def entries_per_page(page_size: int, tokens_per_entry: int) -> int:
     """The places for entries in a page of `page_size` tokens. Raises `ConfigError` if an entry does not begin or end
     where pages do."""
-    if page_size % tokens_per_entry and tokens_per_entry % page_size:
+    if not fits(page_size, tokens_per_entry):
         raise ConfigError(
             f"expected a page size that divides, or is a multiple of, the {tokens_per_entry} tokens of an entry, got "
             f"pages of {page_size}; choose such a page size, for instance {_nearest(page_size, tokens_per_entry)}"
@@ -39,7 +39,12 @@ def entries_per_page(page_size: int, tokens_per_entry: int) -> int:
     return max(1, page_size // tokens_per_entry)
 
 
+def fits(page_size: int, tokens_per_entry: int) -> bool:
+    """True if entries of so many tokens begin and end where pages of `page_size` tokens do."""
+    return page_size % tokens_per_entry == 0 or tokens_per_entry % page_size == 0
+
+
 def _nearest(page_size: int, tokens_per_entry: int) -> int:
     """The greatest power of 2 up to `page_size` that fits; 1 if there is none."""
     sizes = [1 << power for power in range(page_size.bit_length())]
-    return max(size for size in sizes if not (size % tokens_per_entry and tokens_per_entry % size))
+    return max(size for size in sizes if fits(size, tokens_per_entry))

@@ -15,7 +15,7 @@ from sightline.attention.compressed.inputs import CompressedInputs
 from sightline.attention.compressed.spec import CompressedSpec
 from sightline.attention.compressed.tiles import (
     QuerySpan,
-    Tile,
+    QueryTile,
     TileKeys,
     TileSizes,
     dense_entries,
@@ -52,7 +52,7 @@ class AttentionTile:
     """A planned tile."""
 
     spec: CompressedSpec
-    tile: Tile
+    tile: QueryTile
     window: TileKeys
     entries: ReadEntries | None
     """None if no query sees any."""
@@ -105,12 +105,14 @@ def plan_tile(
     device: torch.device,
 ) -> AttentionTile:
     """Plans a tile; `places` are those of the layer's entries, None if it has none."""
-    tile = Tile.of(spans, device)
+    tile = QueryTile.of(spans, device)
     entries = None if places is None else plan_entries(tile, sizes, spans, places)
     return AttentionTile(spec, tile, window_keys(tile, spec.window, num_ring_keys), entries)
 
 
-def plan_entries(tile: Tile, sizes: TileSizes, spans: tuple[QuerySpan, ...], places: EntryPlaces) -> ReadEntries | None:
+def plan_entries(
+    tile: QueryTile, sizes: TileSizes, spans: tuple[QuerySpan, ...], places: EntryPlaces
+) -> ReadEntries | None:
     """What the tile reads of its rows' entries; None if no query sees any."""
     most = max(span.num_entries(sizes.ratio) for span in spans)
     if not most:

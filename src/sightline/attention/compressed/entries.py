@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.attention.compressed.layout import CompressionLayout, RowPart
-from sightline.attention.compressed.tiles import Tile
+from sightline.attention.compressed.layout import CompressionLayout, NewTokens
+from sightline.attention.compressed.tiles import QueryTile
 from sightline.cache.pools import Pool
 from sightline.core.lengths import moved
 
@@ -25,7 +25,7 @@ class EntryPlaces(ABC):
     """[num_entries] int64: where new entries go; None if they are not kept."""
 
     @abstractmethod
-    def rows(self, tile: Tile) -> Tensor:
+    def rows(self, tile: QueryTile) -> Tensor:
         """[num_spans] int64: the rows of a tile, as `find` takes them."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class PooledEntries(EntryPlaces):
     """[num_rows of the batch]."""
     write_slots: Tensor | None
 
-    def rows(self, tile: Tile) -> Tensor:
+    def rows(self, tile: QueryTile) -> Tensor:
         return moved([[self.table_rows[part.row] for part in tile.parts]], tile.positions.device)[0]
 
     def find(self, rows: Tensor, numbers: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class PooledEntries(EntryPlaces):
 
 
 @dataclass(frozen=True, eq=False)
-class StepEntries(EntryPlaces):
+class OwnEntries(EntryPlaces):
     """The entries of a step without a cache: those that its own tokens complete."""
 
     firsts: Tensor
@@ -68,12 +68,12 @@ class StepEntries(EntryPlaces):
     write_slots: Tensor | None = None
 
     @staticmethod
-    def of(layout: CompressionLayout, rows: Sequence[RowPart], device: torch.device) -> StepEntries:
+    def of(layout: CompressionLayout, rows: Sequence[NewTokens], device: torch.device) -> OwnEntries:
         counts = [row.stop // layout.ratio for row in rows]
         firsts = [sum(counts[:place]) for place in range(len(rows))]
-        return StepEntries(moved([firsts], device)[0], max(0, len(layout.entries) - 1))
+        return OwnEntries(moved([firsts], device)[0], max(0, len(layout.entries) - 1))
 
-    def rows(self, tile: Tile) -> Tensor:
+    def rows(self, tile: QueryTile) -> Tensor:
         return moved([[part.place for part in tile.parts]], tile.positions.device)[0]
 
     def find(self, rows: Tensor, numbers: Tensor) -> Tensor:

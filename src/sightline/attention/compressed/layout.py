@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sightline.core.batch import Batch
 
 
-class RowPart(NamedTuple):
+class NewTokens(NamedTuple):
     """The new tokens of one row.
 
     |-- context --|-- length --|
@@ -41,12 +41,12 @@ class RowPart(NamedTuple):
         return self.first + position - self.context
 
 
-def row_parts(batch: Batch) -> tuple[RowPart, ...]:
+def row_parts(batch: Batch) -> tuple[NewTokens, ...]:
     """The rows that have tokens."""
-    contexts, parts = batch.context_lens.exact(), list[RowPart]()
+    contexts, parts = batch.context_lens.exact(), list[NewTokens]()
     for row, (first, stop) in enumerate(pairwise(batch.query_offsets_host())):
         if stop > first:
-            parts.append(RowPart(row, len(parts), first, stop - first, contexts[row]))
+            parts.append(NewTokens(row, len(parts), first, stop - first, contexts[row]))
     return tuple(parts)
 
 
@@ -96,14 +96,14 @@ class CompressionLayout:
     kept: list[KeptSums] = field(default_factory=list)
 
     @staticmethod
-    def of(ratio: int, rows: Sequence[RowPart], kept: Sequence[int]) -> CompressionLayout:
+    def of(ratio: int, rows: Sequence[NewTokens], kept: Sequence[int]) -> CompressionLayout:
         """`kept` has the slot of every token's state, 0 for none; it is empty if no state is kept."""
         layout = CompressionLayout(ratio, len(rows))
         for row in rows:
             layout._add_row(row, kept)
         return layout
 
-    def _add_row(self, row: RowPart, kept: Sequence[int]) -> None:
+    def _add_row(self, row: NewTokens, kept: Sequence[int]) -> None:
         open_window = row.context // self.ratio
         ended: dict[int, int] = {}
         for window in range(open_window, row.stop // self.ratio):
@@ -116,10 +116,10 @@ class CompressionLayout:
             job_there = self._job(row, window, stop) if is_open else None
             self.kept.append(KeptSums(job_there, self._before(row, window, ended), kept[row.token(position)]))
 
-    def _before(self, row: RowPart, window: int, ended: dict[int, int]) -> int:
+    def _before(self, row: NewTokens, window: int, ended: dict[int, int]) -> int:
         return row.place if window - 1 not in ended else self.num_rows + ended[window - 1]
 
-    def _job(self, row: RowPart, window: int, stop: int) -> int:
+    def _job(self, row: NewTokens, window: int, stop: int) -> int:
         """Adds a job for the tokens of a window up to position `stop`; returns its index."""
         begin = window * self.ratio
         start = max(row.context, begin)
@@ -127,6 +127,6 @@ class CompressionLayout:
         return len(self.jobs) - 1
 
 
-def kept_positions(row: RowPart, kept: Sequence[int]) -> Iterator[int]:
+def kept_positions(row: NewTokens, kept: Sequence[int]) -> Iterator[int]:
     """The positions of a row's tokens whose states are kept; see `CompressionLayout.of`."""
     return (row.context + place for place in range(row.length) if kept and kept[row.first + place])

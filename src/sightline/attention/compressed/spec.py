@@ -137,7 +137,7 @@ class CompressedSpec:
     @property
     def features(self) -> frozenset[Feature]:
         """Features that a backend must have to compute this spec."""
-        return frozenset() if self.top_k is None else frozenset({Feature.SPARSE})
+        return frozenset({Feature.WINDOW} if self.top_k is None else {Feature.WINDOW, Feature.SPARSE})
 
     @property
     def proof_values(self) -> Mapping[Dimension, Value]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sightline.attention.compressed.compressor import Compressor, plan_compressor
-from sightline.attention.compressed.entries import EntryPlaces, PooledEntries, StepEntries
+from sightline.attention.compressed.entries import EntryPlaces, OwnEntries, PooledEntries
 from sightline.attention.compressed.inputs import CompressionInputs
-from sightline.attention.compressed.layout import CompressionLayout, RowPart
+from sightline.attention.compressed.layout import CompressionLayout, NewTokens
 from sightline.attention.compressed.spec import Compression
 from sightline.attention.contract import StepView
 from sightline.cache.pools import Pool
@@ -32,7 +32,7 @@ class StepCompression:
 
 
 def plan_compression(
-    compression: Compression, head_dim: int, step: StepView, rows: Sequence[RowPart], pool: Pool, device: torch.device
+    compression: Compression, head_dim: int, step: StepView, rows: Sequence[NewTokens], pool: Pool, device: torch.device
 ) -> StepCompression:
     """Plans a step; `rows` are those that have tokens."""
     states, kept = step.states, () if step.states is None else step.states.kept_host
@@ -40,11 +40,11 @@ def plan_compression(
     read_slots = None if states is None else row_slots(rows, states.read_slots)
     compressor = plan_compressor(compression, head_dim, layout, read_slots, device)
     if states is None:
-        return StepCompression(compressor, StepEntries.of(layout, rows, device))
+        return StepCompression(compressor, OwnEntries.of(layout, rows, device))
     write_slots = step.batch.pools[pool.key].write_slots.index_select(0, compressor.entry_tokens)
     return StepCompression(compressor, PooledEntries(pool, step.batch.rows, write_slots))
 
 
-def row_slots(rows: Sequence[RowPart], read_slots: Tensor) -> Tensor:
+def row_slots(rows: Sequence[NewTokens], read_slots: Tensor) -> Tensor:
     """[num_rows with tokens] int64: the states that these rows begin with, out of those of all rows."""
     return read_slots.index_select(0, moved([[row.row for row in rows]], read_slots.device)[0])

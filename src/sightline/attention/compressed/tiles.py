@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.compressed.compressor import MAX_ELEMENTS
-from sightline.attention.compressed.layout import RowPart
+from sightline.attention.compressed.layout import NewTokens
 from sightline.attention.compressed.windows import key_places
 from sightline.attention.recurrent.layout import PlaceList
 from sightline.core.lengths import moved
@@ -29,7 +29,7 @@ MOST_QUERIES = 128
 class QuerySpan(NamedTuple):
     """Consecutive queries of one row."""
 
-    part: RowPart
+    part: NewTokens
     start: int
     """Position of the first one."""
     count: int
@@ -70,7 +70,7 @@ class TileSizes:
         return max(queries * self.heads * keys, (self.window + queries + own) * self.head_dim)
 
 
-def query_tiles(rows: Sequence[RowPart], sizes: TileSizes) -> Iterator[tuple[QuerySpan, ...]]:
+def query_tiles(rows: Sequence[NewTokens], sizes: TileSizes) -> Iterator[tuple[QuerySpan, ...]]:
     """Packs all queries into tiles of spans with equal numbers of queries. Spans with entries are never beside spans
     without any, unless the step is sparse."""
 
@@ -90,7 +90,7 @@ def query_tiles(rows: Sequence[RowPart], sizes: TileSizes) -> Iterator[tuple[Que
         yield tuple(tile)
 
 
-def _cut(row: RowPart, sizes: TileSizes) -> Iterator[QuerySpan]:
+def _cut(row: NewTokens, sizes: TileSizes) -> Iterator[QuerySpan]:
     """Spans of as many queries as fit a tile."""
     entries = sizes.num_entries(QuerySpan(row, row.context, row.length))
     count = min(MOST_QUERIES, row.length)
@@ -101,7 +101,7 @@ def _cut(row: RowPart, sizes: TileSizes) -> Iterator[QuerySpan]:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class QueryTile:
     """The queries of a tile on the device."""
 
     tokens: PlaceList
@@ -109,18 +109,18 @@ class Tile:
     num_spans: int
     count: int
     """Queries of each span."""
-    parts: tuple[RowPart, ...]
+    parts: tuple[NewTokens, ...]
     """The row of each span."""
     positions: Tensor
     """[num_spans, count] int64."""
 
     @staticmethod
-    def of(spans: Sequence[QuerySpan], device: torch.device) -> Tile:
+    def of(spans: Sequence[QuerySpan], device: torch.device) -> QueryTile:
         count = spans[0].count
         tokens = [token for span in spans for token in range(span.first, span.first + count)]
         [starts] = moved([[span.start for span in spans]], device)
         positions = starts.unsqueeze(1) + torch.arange(count, device=device)
-        return Tile(PlaceList.at(tokens, device), len(spans), count, tuple(span.part for span in spans), positions)
+        return QueryTile(PlaceList.at(tokens, device), len(spans), count, tuple(span.part for span in spans), positions)
 
 
 class TileKeys(NamedTuple):
@@ -132,7 +132,7 @@ class TileKeys(NamedTuple):
     """[num_spans, count, num_keys] bool: True where a query does not see a key."""
 
 
-def window_keys(tile: Tile, window: int, num_ring_keys: int) -> TileKeys:
+def window_keys(tile: QueryTile, window: int, num_ring_keys: int) -> TileKeys:
     """The keys of the tile's windows, at places of the scratch."""
     device = tile.positions.device
     places, contexts, firsts = moved(
@@ -154,7 +154,7 @@ def window_keys(tile: Tile, window: int, num_ring_keys: int) -> TileKeys:
     return TileKeys(found.flatten(), (distance < 0) | (distance >= window))
 
 
-def dense_entries(tile: Tile, ratio: int, num_entries: int) -> tuple[Tensor, TileKeys]:
+def dense_entries(tile: QueryTile, ratio: int, num_entries: int) -> tuple[Tensor, TileKeys]:
     """The numbers [num_spans, num_entries] int64 of the entries of a tile's rows, and which queries see them.
 
     The last query of each span sees an entry. Beyond its last one that is repeated, so that all were written. `places`

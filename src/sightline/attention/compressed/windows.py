@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.attention.compressed.layout import RowPart, kept_positions
+from sightline.attention.compressed.layout import NewTokens, kept_positions
 from sightline.core.lengths import moved
 
 
@@ -52,7 +52,7 @@ class WindowKeys:
 
 
 def plan_window_keys(
-    window: int, rows: Sequence[RowPart], kept: Sequence[int], read_slots: Tensor | None, scratch: Tensor, tokens: int
+    window: int, rows: Sequence[NewTokens], kept: Sequence[int], read_slots: Tensor | None, scratch: Tensor, tokens: int
 ) -> WindowKeys:
     """Plans a step of `tokens` tokens, padding included, into the first places of `scratch`. `read_slots` are those of
     `rows`; None if no row has a context."""
@@ -66,7 +66,7 @@ def plan_window_keys(
 
 
 def _kept_rings(
-    window: int, rows: Sequence[RowPart], kept: Sequence[int], num_ring_keys: int, device: torch.device
+    window: int, rows: Sequence[NewTokens], kept: Sequence[int], num_ring_keys: int, device: torch.device
 ) -> KeptRings | None:
     facts = [
         (position, row.place, row.context, num_ring_keys + row.first, kept[row.token(position)])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
-from sightline.attention.kinds import ENTRY_KINDS, PAGED_KINDS, STATE_KINDS, Feature, SpecKind
+from sightline.attention.kinds import COMPRESSED_KINDS, ENTRY_KINDS, PAGED_KINDS, STATE_KINDS, Feature, SpecKind
 from sightline.attention.oracle.dtypes import dtype_named
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.workspace import MAIN_LANE, Lane
@@ -317,6 +317,9 @@ class _StateRun(_Run[StateStep]):
         shared = {"transient": True} if case.is_transient else {"table_rows": table_rows}
         return StateStep(self._bench, case.rows, seed=self._seed(layer), layer=layer, **shared)
 
+    def _step_before(self, rows: Sequence[Row], layer: int, table_rows: Sequence[int] | None) -> StateStep:
+        return StateStep(self._bench, rows, seed=layer, layer=layer, table_rows=table_rows)
+
     def _earlier(self) -> list[StateStep]:
         """Runs a step in which the backend computes the states that the case's rows begin with."""
         case, steps = self._case, list[StateStep]()
@@ -324,7 +327,7 @@ class _StateRun(_Run[StateStep]):
         rows = [Row(row.context_len - count, count) for row, count in zip(case.rows, written, strict=True)]
         for layer in case.run_layers():
             table_rows = steps[0].table_rows if steps else None
-            steps.append(StateStep(self._bench, rows, seed=layer, layer=layer, table_rows=table_rows))
+            steps.append(self._step_before(rows, layer, table_rows))
         planned = steps[0].plan(self._needs, self._lane)
         planned.prepare()
         answers = [step.attend(planned) for step in steps]
@@ -336,7 +339,49 @@ class _StateRun(_Run[StateStep]):
         return steps
 
 
+class _CompressedRun(_StateRun):
+    """One case of compressed attention, or of indexers over compressed keys."""
+
+    def _spec(self) -> Any:
+        case = self._case
+        numbers = (case.number(each) for each in (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.KEY_HEADS))
+        spec, ratio = self._trial.problem.spec(*numbers), case.number(Dimension.RATIO)
+        compression = None
+        if ratio:
+            compression = replace(spec.compression, ratio=ratio, overlap=case.number(Dimension.OVERLAP) == 1)
+        changes: dict[str, object] = {"compression": compression, "top_k": case.top_k}
+        return replace(spec, **changes, **({} if case.window is None else {"window": case.window}))
+
+    def _setting(self) -> RigSetting:
+        return replace(super()._setting(), layout=Layout(self._case.name(Dimension.PAGE_ORDER)))
+
+    def _step(self, layer: int, table_rows: Sequence[int] | None = None) -> StateStep:
+        case = self._case
+        if case.is_transient:
+            return self._trial.state_step(self._bench, case.rows, seed=self._seed(layer), layer=layer, transient=True)
+        return self._over(case.rows, layer, self._seed(layer), table_rows)
+
+    def _over(self, rows: Sequence[Row], layer: int, seed: int, table_rows: Sequence[int] | None) -> StateStep:
+        """A step of some of the case's tokens, over rows that have pages for all of them."""
+        case = self._case
+        if table_rows is None:
+            table_rows = self._bench.open_rows(case.rows, case.shared_pages, case.main_row)
+        step = self._trial.state_step(self._bench, rows, seed=seed, layer=layer, table_rows=table_rows, writes=False)
+        shared, main = case.shared_pages * case.number(Dimension.PAGE_SIZE), step.contexts[case.main_row]
+        if shared:
+            step.contexts = [
+                tuple(torch.cat([first[:shared], own[shared:]]) for first, own in zip(main, context, strict=True))
+                for context in step.contexts
+            ]
+        step.write_contexts()
+        return step
+
+    def _step_before(self, rows: Sequence[Row], layer: int, table_rows: Sequence[int] | None) -> StateStep:
+        return self._over(rows, layer, layer, table_rows)
+
+
 _RUNS: Mapping[SpecKind, type[_Run[Any]]] = {
+    **dict.fromkeys(COMPRESSED_KINDS, _CompressedRun),
     **dict.fromkeys(PAGED_KINDS, _EntryRun),
     **dict.fromkeys(STATE_KINDS, _StateRun),
 }

@@ -29,7 +29,7 @@ from sightline.attention.dimensions import (
     Sharing,
     Value,
 )
-from sightline.attention.kinds import STATE_KINDS, Feature, SpecKind
+from sightline.attention.kinds import COMPRESSED_KINDS, KEEPING_KINDS, Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
 from sightline.testing.conformance.rig import Row, tree_row
 
@@ -58,7 +58,8 @@ _MANY_LAYERS = 8
 _LAYERS_SECONDS = 0.25
 """If all layers of a case would take longer, only some of them are run."""
 _COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
-_STATE_KINDS = frozenset(kind.value for kind in STATE_KINDS)
+_KEEPING_KINDS = frozenset(kind.value for kind in KEEPING_KINDS)
+_COMPRESSED_KINDS = frozenset(kind.value for kind in COMPRESSED_KINDS)
 _MOST_STATE_BYTES = 2 << 30
 """The most bytes of states: unlike pages, all of them are filled."""
 MOST_POOL_BYTES = 9 << 30
@@ -301,13 +302,19 @@ class Case:
 
     @property
     def _is_recurrent(self) -> bool:
-        return self.name(Dimension.KIND) in _STATE_KINDS
+        return self.name(Dimension.KIND) in _KEEPING_KINDS
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self.name(Dimension.KIND) in _COMPRESSED_KINDS
 
     @property
     def state_size(self) -> int:
         """Elements of a state in one layer, without the tail of a convolution that is not alone."""
         if self.name(Dimension.KIND) == SpecKind.CONVOLUTION.value:
             return self.number(Dimension.HEAD_DIM) * self.number(Dimension.CONV_WIDTH)
+        if self._is_compressed:
+            return self.number(Dimension.HEAD_DIM) * (9 + self.number(Dimension.WINDOW))
         return self.num_q_heads * self.number(Dimension.HEAD_DIM) * self.number(Dimension.VALUE_DIM)
 
     @property
@@ -331,6 +338,9 @@ class Case:
         slots = 1 + self.num_state_rows * self.states_per_row + self.max_checkpoints
         pool = 4 * slots * self.state_size * self.number(Dimension.LAYERS)
         oracle = tokens * (1.5e-4 + 2e-8 * self.state_size)
+        if self._is_compressed:
+            oracle += self._num_entries * (1.5e-4 / max(1, self.number(Dimension.RATIO)) + 2e-8 * self._entry_size)
+            pool += self._pool_bytes * self.needed_pages // self.num_pages
         # Only the last layer is compared for all of many rows.
         compared_whole = 1 + (compared - 1) * min(1.0, 24 / len(self.lengths))
         computed = self._layer_seconds * layers + oracle * compared_whole
@@ -341,6 +351,11 @@ class Case:
     @cached_property
     def _layer_seconds(self) -> float:
         """The estimated time of one layer, without the oracle."""
+        if self._is_compressed:
+            read = self.number(Dimension.HEAD_DIM) * (self.num_q_heads + 4)
+            ratio = max(1, self.number(Dimension.RATIO))
+            keys = self.num_tokens * (self.number(Dimension.WINDOW) + self.main_len / ratio)
+            return 3e-3 + 3e-4 * len(self.lengths) + 1e-9 * read * keys + 4e-9 * len(self.lengths) * self.state_size
         if self._is_recurrent:
             return 1e-3 + 1e-4 * len(self.lengths) + 1.5e-8 * self.num_tokens * self.state_size
         size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads

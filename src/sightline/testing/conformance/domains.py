@@ -33,6 +33,7 @@ from sightline.attention.proof import dtype_name
 from sightline.cache.layout import Layout
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
+from sightline.core.page_shape import fits
 from sightline.testing.conformance.cases import MOST_POOL_BYTES
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
@@ -66,6 +67,10 @@ _ANY_POOL = {DeviceKind.CPU: MOST_POOL_BYTES, DeviceKind.CUDA: 1 << 62}
 """The largest pool of an engine's demand. On a GPU the demand is already limited to the free memory."""
 _MOST_KEY_HEADS = 16
 """The most key heads of a layer with states: its states are large."""
+_MOST_COMPRESSED = 2048
+"""The longest context of compressed attention: the oracle computes all of it."""
+_MOST_WINDOW = 256
+"""The largest window that is part of a state."""
 _COMPILE_SECONDS = {DeviceKind.CPU: 0.0, DeviceKind.CUDA: 4.0}
 
 
@@ -201,6 +206,29 @@ def _of_indexers(subject: Subject, samples: Samples) -> Domains:
     return replace(usual, values={**usual.values, **always})
 
 
+def _of_compressed(subject: Subject, samples: Samples) -> Domains:
+    """Returns the domains of a row of compressed attention, or of indexers over compressed keys."""
+    entries, ratios = _of_entries(subject, samples), samples.ratios
+    always = frozenset({Feature.WINDOW, Feature.SPARSE} & subject.features)
+    scales = {**entries.scales, Dimension.CONTEXT: Span(0, _MOST_COMPRESSED)}
+    if subject.kind is SpecKind.COMPRESSED:
+        always -= {Feature.SPARSE}
+        scales[Dimension.WINDOW] = Span(1, _MOST_WINDOW)
+    values: dict[Dimension, tuple[Value, ...]] = {
+        **entries.values,
+        **_of_any_step(subject),
+        Dimension.FEATURES: tuple(_feature_sets(subject.features, always)),
+        Dimension.RATIO: ratios,
+        Dimension.OVERLAP: (1, 0),
+        Dimension.PAGE_SIZE: tuple(
+            size for size in samples.of_page_sizes(subject.capability) if all(fits(size, ratio) for ratio in ratios)
+        ),
+    }
+    if subject.kind is SpecKind.COMPRESSED_INDEX:
+        values[Dimension.TOP_K] = samples.top_ks
+    return replace(entries, scales=scales, values=values)
+
+
 def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Domains:
     """Returns the domains of a capability row, narrowed or widened to what an engine demands.
 
@@ -250,5 +278,7 @@ _DOMAINS: Mapping[SpecKind, Callable[[Subject, Samples], Domains]] = {
     SpecKind.RECURRENT: _of_states,
     SpecKind.CONVOLUTION: _of_convolutions,
     SpecKind.INDEX: _of_indexers,
+    SpecKind.COMPRESSED: _of_compressed,
+    SpecKind.COMPRESSED_INDEX: _of_compressed,
 }
 """The domains of each kind."""

@@ -157,7 +157,7 @@ class IndexStep(Step):
         for scores, visible, slack in self._scored(asked):
             tokens = slice(start, start + scores.shape[0])
             start = tokens.stop
-            right = _is_right(answer[tokens], scores, visible, slack)
+            right = is_right(answer[tokens], scores, visible, slack)
             out[tokens] = torch.where(right.unsqueeze(1), answer[tokens], out[tokens])
         return replace(expected, out=out)
 
@@ -167,7 +167,7 @@ def _small(numbers: Tensor) -> Tensor:
     return numbers.float().mul(1.3).round().clamp(-2, 2).to(numbers.dtype)
 
 
-def _is_right(choice: Tensor, scores: Tensor, visible: Tensor, slack: Tensor) -> Tensor:
+def is_right(choice: Tensor, scores: Tensor, visible: Tensor, slack: Tensor) -> Tensor:
     """[num_queries] bool: whether a choice [num_queries, top_k] has as many visible places as it must, in increasing
     order, -1 behind them, and no score that is clearly below one that was left out."""
     top_k = choice.shape[1]

@@ -10,22 +10,22 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from sightline.attention.contract import AttentionInputs, Lse
+from sightline.attention.contract import Lse
 from sightline.attention.kinds import Feature
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import Batch
 from sightline.runner.batching import assemble_transient
+from sightline.testing.conformance.given_inputs import map_inputs, tensor_at, to_device
 from sightline.testing.conformance.rig import AttentionRig, Row, row_work
 
-_Inputs = TypeVar("_Inputs", bound=AttentionInputs)
 _HOST = torch.device("cpu")
 Asked: TypeAlias = Mapping[int, Sequence[int]]
 """For each row, in order, the new tokens that the oracle is asked about."""
@@ -50,47 +50,14 @@ class HostOutput:
     """[num_tokens, num_q_heads]."""
     kept: Mapping[int, tuple[Tensor, ...]] | None = None
     """States behind tokens that keep one, by the token's place in the step; None for layers that keep entries."""
+    entries: Mapping[int, Tensor] | None = None
+    """Entries of several tokens, by the place of the token that completes each; None for other layers, and of what a
+    step gave."""
 
 
 def bits(tensor: Tensor) -> Tensor:
     """Returns a tensor as bytes, in which NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)
-
-
-def map_inputs(inputs: _Inputs, change: Callable[[Tensor], Tensor], names: Sequence[str] = ("q", "k", "v")) -> _Inputs:
-    """Returns the inputs with the named tensors, or all tensors of a named tuple, changed in the same way."""
-    return replace(inputs, **{name: _changed(vars(inputs)[name], change) for name in names})
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    match value:
-        case None:
-            return None
-        case tuple():
-            return type(value)(*(_changed(each, change) for each in value))
-        case _:
-            return change(value)
-
-
-def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:
-    """Returns all tensors of the inputs, by name."""
-    named: dict[str, Tensor] = {}
-    for name, value in vars(inputs).items():
-        match value:
-            case None:
-                continue
-            case tuple():
-                parts = zip(type(value).__annotations__, value, strict=True)
-                named |= {f"{name}.{part}": each for part, each in parts if each is not None}
-            case _:
-                named[name] = value
-    return named
-
-
-def to_device(inputs: _Inputs, device: torch.device) -> _Inputs:
-    """Copies the inputs, even to a CPU: a backend that changes its inputs must not change the oracle's."""
-    names = tuple(field.name for field in fields(inputs))
-    return map_inputs(inputs, lambda tensor: tensor.to(device, copy=True), names)
 
 
 class LayerStep(ABC):
@@ -188,12 +155,14 @@ class LayerStep(ABC):
 
     def take_row(self, other: LayerStep, place: slice) -> None:
         """Copies all inputs of another step to these tokens, and its layer's weights."""
-        given = dict(vars(other.inputs))
-        for name in self.problem.per_token:
-            taken = given.pop(name)
+        names = self.problem.per_token
+        for name in names:
+            taken = tensor_at(other.inputs, name)
             if taken is not None:
-                vars(self.inputs)[name][place] = taken
-        self.inputs = replace(self.inputs, **given)
+                tensor_at(self.inputs, name)[place] = taken
+        of_tokens = {name.partition(".")[0] for name in names}
+        weights = {name: value for name, value in vars(other.inputs).items() if name not in of_tokens}
+        self.inputs = replace(self.inputs, **weights)
 
     def _normal(self, *shape: int) -> Tensor:
         count = math.prod(shape)

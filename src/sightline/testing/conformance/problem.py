@@ -72,6 +72,11 @@ class Problem(ABC, Generic[SpecT, InputsT]):
         del features
         return spec
 
+    def fits_page(self, page_size: int) -> bool:
+        """True if the plainest spec can have pages of that size; all sizes but for entries of several tokens."""
+        del page_size
+        return True
+
     @abstractmethod
     def another(self, spec: SpecT) -> SpecT:
         """Returns a spec of the same geometry that computes something else."""

@@ -18,6 +18,7 @@ from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.kinds import LATENT_ONLY, RECURRENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.attention.oracle.attention import attend_latent_row, attend_row
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
+from sightline.testing.conformance.compressed_problems import CompressedIndexProblem, CompressedProblem
 from sightline.testing.conformance.index_problem import IndexProblem, beside_nan
 from sightline.testing.conformance.problem import Entries, EntryProblem, ExpandedDims, Normal, Problem, needle_score
 from sightline.testing.conformance.state_problems import ConvolutionProblem, RecurrentProblem
@@ -246,5 +247,13 @@ def _parts_of_one(device: torch.device, dim: int, one: Tensor, two: Tensor) -> t
 
 PROBLEMS: Mapping[SpecKind, Problem[Any, Any]] = {
     problem.kind: problem
-    for problem in (SoftmaxProblem(), LatentProblem(), RecurrentProblem(), ConvolutionProblem(), IndexProblem())
+    for problem in (
+        SoftmaxProblem(),
+        LatentProblem(),
+        RecurrentProblem(),
+        ConvolutionProblem(),
+        IndexProblem(),
+        CompressedProblem(),
+        CompressedIndexProblem(),
+    )
 }

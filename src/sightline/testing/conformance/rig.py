@@ -15,13 +15,14 @@ from torch import Tensor
 
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
+from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import stored_entries
 from sightline.attention.planner import Planner
 from sightline.attention.sparse.coordinator import ResidentEntries
-from sightline.attention.spec import AttentionSpec, IndexSpec
+from sightline.attention.spec import AttentionSpec, IndexingSpec, IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, Pool
@@ -289,7 +290,8 @@ class AttentionRig:
         """Fills the pages of rows with NaN, in pools that are too large to be filled."""
         for pool in self.store.pools:
             pages = sorted({page for row in table_rows for page in pool.table.owned(row)})
-            slots = torch.tensor([page * pool.page_size + slot for page in pages for slot in range(pool.page_size)])
+            size = pool.entries_per_page
+            slots = torch.tensor([page * size + slot for page in pages for slot in range(size)])
             for plane in pool.spec.planes:
                 entries = as_bytes(pool.plane(plane.name))
                 nan = torch.full((1, *plane.shape), torch.nan).to(plane.dtype).view(torch.uint8).to(entries.device)
@@ -323,6 +325,11 @@ class AttentionRig:
                 return pool, group.pool_layers[group.layers.index(layer)]
         raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
 
+    def entries_of(self, layer: int) -> Pool | None:
+        """Returns the pool of a layer's own entries; None if it has none."""
+        [group] = [group for group in self.groups if layer in group.layers]
+        return next(iter(self.store.cache(group.name).pools.values()), None)
+
     def states_of(self, layer: int) -> tuple[StatePool, int]:
         """Returns the states of a layer's group, and the index of the layer there."""
         for group in self.groups:
@@ -333,10 +340,16 @@ class AttentionRig:
 
 def _groups(specs: Sequence[AttentionSpec], lenders: Lenders | None) -> tuple[LayerGroup, ...]:
     """The groups of layers, or of indexers. Choices that layers read are given, and need no indexers."""
-    indexers = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, IndexSpec)}
+    indexers = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, IndexSpec | CompressedIndexSpec)}
     if indexers:
         return group_layers([None] * len(specs), indexers=indexers)
-    assumed = {layer: IndexSpec(1, 1, spec.top_k) for layer, spec in enumerate(specs) if spec.top_k is not None}
+    assumed: dict[int, IndexingSpec] = {}
+    for layer, spec in enumerate(specs):
+        match spec:
+            case CompressedSpec(top_k=int() as top_k, compression=Compression() as compression):
+                assumed[layer] = CompressedIndexSpec(1, spec.head_dim, top_k, compression)
+            case LatentSpec(top_k=int() as top_k):
+                assumed[layer] = IndexSpec(1, 1, top_k)
     return tuple(group for group in group_layers(specs, lenders=lenders, indexers=assumed) if not group.chooses)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sightline.attention.capability import ANY, Capability, Wildcard
@@ -21,6 +21,8 @@ class Samples:
     """Value dimensions of recurrent layers."""
     top_ks: tuple[int, ...] = (8, 1, 64, 2048)
     """Numbers of chosen tokens; rows do not declare any."""
+    ratios: tuple[int, ...] = (4, 128)
+    """Tokens of compressed entries; rows do not declare any."""
 
     def of_head_dims(self, row: Capability) -> tuple[int, ...]:
         return _values(row.head_dims, self.head_dims)
@@ -41,7 +43,12 @@ class Samples:
             _joined(self.page_sizes, page_sizes),
             self.value_dims,
             self.top_ks,
+            self.ratios,
         )
+
+    def fitting(self, problem: Problem[Any, Any]) -> Samples:
+        """Returns these samples without page sizes that a kind of attention cannot have."""
+        return replace(self, page_sizes=tuple(size for size in self.page_sizes if problem.fits_page(size)))
 
     def for_problem(self, problem: Problem[Any, Any]) -> Samples:
         """Returns these samples followed by those of a kind of attention."""

@@ -87,6 +87,11 @@ class StateStep(LayerStep):
         for plane in self.planes:
             self.states.plane(plane.name)[self.layer_in_group, slots] = torch.nan
 
+    def written_in(self, name: str) -> set[int]:
+        """Returns the slots that the step may change in a plane of states, or of entries, by its name in a snapshot."""
+        del name
+        return set(self.kept) - {PADDING_SLOT}
+
     def read(self, slot: int) -> State:
         """Returns what the layer has in a slot, on the host."""
         return tuple(self.states.plane(plane.name)[self.layer_in_group, slot].cpu() for plane in self.planes)
@@ -188,7 +193,7 @@ class StateStep(LayerStep):
             for _, _, states in self._answers(number, tokens):
                 state = tuple(plane[-1] for plane in states)
             contexts.append(state)
-        step = StateStep(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
+        step = type(self)(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
         step.clear_written()
         return step
 

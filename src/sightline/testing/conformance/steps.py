@@ -15,19 +15,11 @@ from sightline.attention.oracle.index import chosen_mask
 from sightline.attention.planner import PlannedBatch
 from sightline.cache.layout import walk_slots
 from sightline.cache.spec import PlaneSpec
-from sightline.testing.conformance.layer_step import (
-    Asked,
-    HostOutput,
-    LayerStep,
-    bits,
-    map_inputs,
-    tensors_of,
-    to_device,
-)
+from sightline.testing.conformance.layer_step import Asked, HostOutput, LayerStep, bits
 from sightline.testing.conformance.problem import Entries
 from sightline.testing.conformance.rig import AttentionRig, Row, as_bytes
 
-__all__ = ["Asked", "HostOutput", "Step", "bits", "map_inputs", "tensors_of", "to_device"]
+__all__ = ["Asked", "HostOutput", "Step", "bits"]
 
 
 def positions_of(row: Row) -> Tensor:

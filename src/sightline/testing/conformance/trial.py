@@ -24,6 +24,7 @@ from sightline.attention.spec import AttentionSpec
 from sightline.cache.layout import Layout
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
+from sightline.testing.conformance.compressed_steps import CompressedIndexStep, CompressedStep
 from sightline.testing.conformance.index_steps import IndexStep
 from sightline.testing.conformance.layer_step import Asked, HostOutput, LayerStep
 from sightline.testing.conformance.problem import Problem
@@ -49,7 +50,15 @@ _LSE_TOLERANCE = 1e-4
 
 
 _PAGED_STEPS: Mapping[SpecKind, type[Step]] = {**dict.fromkeys(ENTRY_KINDS, Step), SpecKind.INDEX: IndexStep}
-STEPS: Mapping[SpecKind, type[LayerStep]] = {**_PAGED_STEPS, **dict.fromkeys(STATE_KINDS, StateStep)}
+_COMPRESSED_STEPS: Mapping[SpecKind, type[CompressedStep]] = {
+    SpecKind.COMPRESSED: CompressedStep,
+    SpecKind.COMPRESSED_INDEX: CompressedIndexStep,
+}
+_STATE_STEPS: Mapping[SpecKind, type[StateStep]] = {
+    **dict.fromkeys(STATE_KINDS, StateStep),
+    **_COMPRESSED_STEPS,
+}
+STEPS: Mapping[SpecKind, type[LayerStep]] = {**_PAGED_STEPS, **_STATE_STEPS}
 """The steps of each kind."""
 
 
@@ -113,7 +122,7 @@ class Trial:
         self.features = subject.features
         """Features that the row declares and the kind of attention has."""
         self.effort = effort
-        self.samples = samples
+        self.samples = samples = samples.fitting(self.problem)
         self.progress = progress or CheckProgress()
         self.share = share
         """The cases that this trial tries, if the check can be divided."""
@@ -150,6 +159,14 @@ class Trial:
     def paged_step(self, bench: AttentionRig, rows: Sequence[Row], **options: Any) -> Step:
         """Makes a step of a kind that has pages. Takes the options of `LayerStep`."""
         return _PAGED_STEPS[self.subject.kind](bench, rows, **options)
+
+    def state_step(self, bench: AttentionRig, rows: Sequence[Row], **options: Any) -> StateStep:
+        """Makes a step of a kind that has states. Takes the options of `LayerStep`."""
+        return _STATE_STEPS[self.subject.kind](bench, rows, **options)
+
+    def compressed_step(self, bench: AttentionRig, rows: Sequence[Row], **options: Any) -> CompressedStep:
+        """Makes a step of a kind that compresses tokens. Takes the options of `LayerStep`."""
+        return _COMPRESSED_STEPS[self.subject.kind](bench, rows, **options)
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
         """Returns the same trial in another dtype; its progress is counted here."""

@@ -13,7 +13,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.compressed.inputs import CompressedIndexInputs
 from sightline.attention.compressed.spec import CompressedIndexSpec
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
-from sightline.attention.kinds import COMPRESSED_FEATURES, SpecKind
+from sightline.attention.kinds import COMPRESSED_INDEX_FEATURES, SpecKind
 from sightline.attention.oracle.compressed_rows import CompressedRow, RowEntries, compressed_rows
 from sightline.attention.oracle.index import choose_tokens, index_scores
 from sightline.attention.oracle.rows import reference_capability
@@ -57,7 +57,7 @@ class ReferenceCompressedIndexBackend(AttentionBackend[CompressedIndexSpec, Comp
     """Serves every indexer over compressed keys, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
-        reference_capability(SpecKind.COMPRESSED_INDEX, COMPRESSED_FEATURES, scaled=False),
+        reference_capability(SpecKind.COMPRESSED_INDEX, COMPRESSED_INDEX_FEATURES, scaled=False),
     )
 
     def __init__(self, context: BackendContext[CompressedIndexSpec]) -> None:

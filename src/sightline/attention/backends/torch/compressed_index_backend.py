@@ -15,14 +15,14 @@ from sightline.attention.compressed.inputs import CompressedIndexInputs
 from sightline.attention.compressed.layout import row_parts
 from sightline.attention.compressed.spec import CompressedIndexSpec
 from sightline.attention.compressed.step import StepCompression, plan_compression
-from sightline.attention.compressed.tiles import Tile, TileKeys, TileSizes, dense_entries, query_tiles
+from sightline.attention.compressed.tiles import QueryTile, TileKeys, TileSizes, dense_entries, query_tiles
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
 from sightline.kernels.choice import choose_highest
 
 
 @dataclass(frozen=True, eq=False)
 class _IndexTile:
-    tile: Tile
+    tile: QueryTile
     keys: TileKeys | None
     """None if no query sees an entry."""
 
@@ -86,11 +86,11 @@ class TorchCompressedIndexBackend(AttentionBackend[CompressedIndexSpec, Compress
             sizes = TileSizes(spec.num_q_heads, spec.head_dim, window=0, ratio=spec.compression.ratio, top_k=None)
             for spans in query_tiles(rows, sizes):
                 most = max(span.num_entries(sizes.ratio) for span in spans)
-                tiles.append(self._tile(Tile.of(spans, self._device), most, compression))
+                tiles.append(self._tile(QueryTile.of(spans, self._device), most, compression))
         sums = None if step.states is None else self._sums
         return _CompressedIndexPlan(sums, self._entries, compression, tuple(tiles))
 
-    def _tile(self, tile: Tile, most: int, compression: StepCompression) -> _IndexTile:
+    def _tile(self, tile: QueryTile, most: int, compression: StepCompression) -> _IndexTile:
         if not most:
             return _IndexTile(tile, None)
         numbers, keys = dense_entries(tile, self._spec.compression.ratio, most)

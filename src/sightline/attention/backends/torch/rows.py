@@ -7,6 +7,7 @@ import torch
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.kinds import (
     COMPRESSED_FEATURES,
+    COMPRESSED_INDEX_FEATURES,
     CONVOLUTION_FEATURES,
     INDEX_FEATURES,
     LATENT_ONLY,
@@ -67,4 +68,6 @@ INDEX_ROWS = _rows(SpecKind.INDEX, INDEX_FEATURES - {Feature.BATCH_INVARIANT})
 RECURRENT_ROWS = _rows(SpecKind.RECURRENT, RECURRENT_FEATURES - {Feature.BATCH_INVARIANT}, keeps_states=True)
 CONVOLUTION_ROWS = _rows(SpecKind.CONVOLUTION, CONVOLUTION_FEATURES - {Feature.BATCH_INVARIANT}, keeps_states=True)
 COMPRESSED_ROWS = _rows(SpecKind.COMPRESSED, COMPRESSED_FEATURES - {Feature.BATCH_INVARIANT}, scaled=False)
-COMPRESSED_INDEX_ROWS = _rows(SpecKind.COMPRESSED_INDEX, COMPRESSED_FEATURES - {Feature.BATCH_INVARIANT}, scaled=False)
+COMPRESSED_INDEX_ROWS = _rows(
+    SpecKind.COMPRESSED_INDEX, COMPRESSED_INDEX_FEATURES - {Feature.BATCH_INVARIANT}, scaled=False
+)

@@ -25,6 +25,7 @@ _FOCUSED = (
     "cache-saturation each-key-once accumulation large-scores many-rows limits prefix-tail read-back transient-in-turn "
     "page-sharing layers lanes plan-buffers zeroed-leases filled-buffers empty-rows "
     "states-together other-slots run-again shared-rates "
+    "compressed-together "
     "nothing-to-choose ties nan-scores key-scales unchosen-entries chosen-pages choices-in-turn"
 )
 """The checks of single things, which `covering` builds on."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.kinds import ENTRY_KINDS, PAGED_KINDS, RECURRENT_ONLY, Feature, SpecKind
+from sightline.attention.kinds import CHOOSING_KINDS, ENTRY_KINDS, PAGED_KINDS, RECURRENT_ONLY, Feature, SpecKind
 from sightline.attention.spec import AttentionSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
@@ -33,7 +33,7 @@ def tree_rows(page: int) -> list[Row]:
     return [tree_row(page + 4, _PARENTS[0]), Row(3, 1), tree_row(0, _PARENTS[1]), tree_row(page - 1, _PARENTS[2])]
 
 
-@check("ragged", kinds=frozenset(SpecKind) - {SpecKind.CONVOLUTION, SpecKind.INDEX})
+@check("ragged", kinds=frozenset(SpecKind) - CHOOSING_KINDS - {SpecKind.CONVOLUTION})
 def scale(trial: Trial) -> None:
     """Scores are scaled as the spec says."""
     for factor in trial.some((0.4, 1.7)):

@@ -13,7 +13,8 @@ from sightline.attention.kinds import Feature
 from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.device import DeviceKind
-from sightline.testing.conformance.layer_step import LayerStep, tensors_of, to_device
+from sightline.testing.conformance.given_inputs import tensors_of, to_device
+from sightline.testing.conformance.layer_step import LayerStep
 from sightline.testing.conformance.rig import Row, Subject
 from sightline.testing.conformance.trial import Trial, check
 

@@ -17,7 +17,8 @@ from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
-from sightline.testing.conformance.layer_step import LayerStep, bits, tensors_of, to_device
+from sightline.testing.conformance.given_inputs import tensors_of, to_device
+from sightline.testing.conformance.layer_step import LayerStep, bits
 from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.trial import Trial, check, fail, needs_feature, ragged_rows
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.kinds import STATE_KINDS, Feature, SpecKind
+from sightline.attention.kinds import KEEPING_KINDS, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import PADDING_SLOT
 from sightline.core.device import DeviceKind, available_bytes
 from sightline.testing.conformance.checks.cache import snapshot
+from sightline.testing.conformance.given_inputs import tensor_at
 from sightline.testing.conformance.layer_step import bits
 from sightline.testing.conformance.rig import AttentionRig, Row, Subject, Unused
 from sightline.testing.conformance.state_steps import StateStep
@@ -31,21 +32,21 @@ _LARGE = 1 << 31
 _STATE_BYTES = 4
 
 
-@check("built", kinds=STATE_KINDS)
+@check("built", kinds=KEEPING_KINDS)
 def state_write(trial: Trial) -> None:
     """The first token of a row begins with the empty state, and the state behind it is kept."""
     trial.try_rows([Row(0, 1)])
     trial.try_rows([Row(0, 1), Row(0, 1)])
 
 
-@check("state-write", kinds=STATE_KINDS)
+@check("state-write", kinds=KEEPING_KINDS)
 def state_read(trial: Trial) -> None:
     """A token continues the state behind its context."""
     for context_len in trial.some((3, 1, 40)):
         trial.try_rows([Row(context_len, 1)])
 
 
-@check("state-read", kinds=STATE_KINDS)
+@check("state-read", kinds=KEEPING_KINDS)
 def state_rows(trial: Trial) -> None:
     """Each row reads and writes its own slots, in whatever order they are."""
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED, Layout.DESCENDING):
@@ -53,7 +54,7 @@ def state_rows(trial: Trial) -> None:
             trial.try_rows(rows, setting=replace(trial.setting, layout=layout))
 
 
-@check("state-read", kinds=STATE_KINDS)
+@check("state-read", kinds=KEEPING_KINDS)
 def prompts(trial: Trial) -> None:
     """Rows of several tokens are right, with a context and without one."""
     for query_len in trial.some(_LENGTHS, 5):
@@ -61,7 +62,7 @@ def prompts(trial: Trial) -> None:
             trial.try_rows([Row(context_len, query_len)])
 
 
-@check("ragged", kinds=STATE_KINDS)
+@check("ragged", kinds=KEEPING_KINDS)
 def kept_places(trial: Trial) -> None:
     """The state behind any token of a row can be kept."""
     for query_len in trial.some((9, 70, 130), 2):
@@ -77,7 +78,7 @@ def kept_places(trial: Trial) -> None:
     trial.try_rows(rows[::-1], setting=replace(trial.setting, layout=Layout.SHUFFLED))
 
 
-@check("kept-places", "padding", kinds=STATE_KINDS)
+@check("kept-places", "padding", kinds=KEEPING_KINDS)
 def guesses(trial: Trial) -> None:
     """The states behind all guesses of a row are kept, so that any of them can be the last one accepted."""
     for count in trial.some((4, 2, 8)):
@@ -94,8 +95,8 @@ def _unchanged(trial: Trial, bench: AttentionRig, steps: Sequence[StateStep]) ->
     before = snapshot(bench)
     for step in steps:
         trial.run(step)
-    allowed = {(step.layer_in_group, slot) for step in steps for slot in step.kept if slot != PADDING_SLOT}
     for name, after in snapshot(bench).items():
+        allowed = {(step.layer_in_group, slot) for step in steps for slot in step.written_in(name)}
         same = (bits(after) == bits(before[name])).view(*after.shape[:2], -1).all(-1)
         changed = [(int(layer), int(slot)) for layer, slot in (~same).nonzero()]
         wrong = [place for place in changed if place not in allowed]
@@ -106,18 +107,18 @@ def _unchanged(trial: Trial, bench: AttentionRig, steps: Sequence[StateStep]) ->
                  f"layer {layer}")  # fmt: skip
 
 
-@check("guesses", "layers", kinds=STATE_KINDS)
+@check("guesses", "layers", kinds=KEEPING_KINDS)
 def other_slots(trial: Trial) -> None:
     """A step changes only the slots that it writes, in its layer: not the states that it reads, and never slot 0."""
     for unused in (Unused.GARBAGE, Unused.NAN):
         for padding in ((0, 0), (2, 5)):
             bench = trial.bench(trial.plain, trial.plain, setting=replace(trial.setting, unused=unused))
-            step = StateStep(bench, _MIXED, layer=1)
+            step = trial.state_step(bench, _MIXED, layer=1)
             step.pad(*padding, 7.0)
             _unchanged(trial, bench, [step])
 
 
-@check("guesses", kinds=STATE_KINDS)
+@check("guesses", kinds=KEEPING_KINDS)
 def poisoned_slots(trial: Trial) -> None:
     """NaN in slots that a step does not name, or in another row, does not reach it."""
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
@@ -130,14 +131,16 @@ def poisoned_slots(trial: Trial) -> None:
         first, last = rows[0].query_len, rows[0].query_len + rows[1].query_len
         step.change_inputs(torch.clone)
         for name in trial.problem.per_token:
-            vars(step.inputs)[name][first:last] = torch.nan
+            tensor = tensor_at(step.inputs, name)
+            if tensor is not None:
+                tensor[first:last] = torch.nan
         answer = trial.run(step)
         trial.progress.num_steps += 1
         for name, tokens in (("before", slice(0, first)), ("behind", slice(last, None))):
             trial.compare(answer.out[tokens], expected.out[tokens], f"the output of the row {name} one with NaN")
 
 
-@check("next-batch", "other-slots", kinds=STATE_KINDS)
+@check("next-batch", "other-slots", kinds=KEEPING_KINDS)
 def run_again(trial: Trial) -> None:
     """A plan that runs again gives the same outputs and states: a step that failed halfway can be repeated."""
     for rows in (_MIXED, _DECODED):
@@ -148,7 +151,7 @@ def run_again(trial: Trial) -> None:
             trial.hold(step, step.attend(planned), f"run {repeat} of one plan")
 
 
-@check("plan-buffers", excused=needs_feature(Feature.SEVERAL_PLANS), kinds=STATE_KINDS)
+@check("plan-buffers", excused=needs_feature(Feature.SEVERAL_PLANS), kinds=KEEPING_KINDS)
 def plans_alive(trial: Trial) -> None:
     """A step that was planned while another one was about to run is right, and so is the other."""
     for rows, others in trial.some(((_MIXED, _OTHERS), (_DECODED, _DECODED[1:])), 1):
