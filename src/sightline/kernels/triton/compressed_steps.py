@@ -298,40 +298,38 @@ def _keep_tokens(
                         entries + target * entries_stride, total_e, weighted_e, norm, norm_eps,
                         cos + token * cos_stride, sin + token * sin_stride, channel, in_channel, DIM, DIMS, ROPE_DIM,
                     )  # fmt: skip
-            if KEEPS:
-                if kept != 0:
-                    behind = sums + kept * sums_stride
-                    # Behind the last token of a window, the open one is empty.
+            if KEEPS and kept != 0:
+                behind = sums + kept * sums_stride
+                # Behind the last token of a window, the open one is empty.
+                total, weighted = tl.where(completes, 0.0, total), tl.where(completes, 0.0, weighted)
+                _store_sums(behind, 0, largest, total, weighted, channel, in_channel, DIM)
+                if OVERLAP:
+                    largest, total, weighted = tl.full([DIMS], _NOTHING, tl.float32), total * 0.0, total * 0.0
+                    largest, total, weighted = _kept_sums(state, 1, continues, channel, DIM)
+                    largest, total, weighted = _with_tokens(
+                        values, gates, values_stride, gates_stride, own_first, token + 1, largest, total, weighted,
+                        channel, in_channel, AT_ONCE,
+                    )  # fmt: skip
+                    _store_sums(
+                        behind, 2, tl.where(completes, largest, largest_b), tl.where(completes, total, total_b),
+                        tl.where(completes, weighted, weighted_b), channel, in_channel, DIM,
+                    )  # fmt: skip
                     total, weighted = tl.where(completes, 0.0, total), tl.where(completes, 0.0, weighted)
-                    _store_sums(behind, 0, largest, total, weighted, channel, in_channel, DIM)
-                    if OVERLAP:
-                        largest, total, weighted = tl.full([DIMS], _NOTHING, tl.float32), total * 0.0, total * 0.0
-                        largest, total, weighted = _kept_sums(state, 1, continues, channel, DIM)
-                        largest, total, weighted = _with_tokens(
-                            values, gates, values_stride, gates_stride, own_first, token + 1, largest, total, weighted,
-                            channel, in_channel, AT_ONCE,
-                        )  # fmt: skip
-                        _store_sums(
-                            behind, 2, tl.where(completes, largest, largest_b), tl.where(completes, total, total_b),
-                            tl.where(completes, weighted, weighted_b), channel, in_channel, DIM,
-                        )  # fmt: skip
-                        total, weighted = tl.where(completes, 0.0, total), tl.where(completes, 0.0, weighted)
-                        _store_sums(behind, 1, largest, total, weighted, channel, in_channel, DIM)
+                    _store_sums(behind, 1, largest, total, weighted, channel, in_channel, DIM)
     elif part < ENTRIES + RINGS:
-        if KEEPS and RINGS > 0:
-            if kept != 0:
-                for start in range((part - ENTRIES) * RING_ROWS, WINDOW, RINGS * RING_ROWS):
-                    place = start + tl.arange(0, RING_ROWS)
-                    # The last position at each place of the ring.
-                    behind = position - (position + WINDOW - place) % WINDOW
-                    exists = (place < WINDOW)[:, None] & in_channel[None, :]
-                    offset = place[:, None] * DIM + channel[None, :]
-                    is_new = (behind >= context)[:, None]
-                    is_old = (behind >= 0)[:, None] & (behind < context)[:, None]
-                    source = key + ((first + behind - context) * key_stride)[:, None] + channel[None, :]
-                    old = tl.load(window + slot * window_stride + offset, mask=exists & is_old, other=0.0)
-                    new = tl.load(source, mask=exists & is_new, other=0.0).to(old.dtype)
-                    tl.store(window + kept * window_stride + offset, tl.where(is_new, new, old), mask=exists)
+        if KEEPS and RINGS > 0 and kept != 0:
+            for start in range((part - ENTRIES) * RING_ROWS, WINDOW, RINGS * RING_ROWS):
+                place = start + tl.arange(0, RING_ROWS)
+                # The last position at each place of the ring.
+                behind = position - (position + WINDOW - place) % WINDOW
+                exists = (place < WINDOW)[:, None] & in_channel[None, :]
+                offset = place[:, None] * DIM + channel[None, :]
+                is_new = (behind >= context)[:, None]
+                is_old = (behind >= 0)[:, None] & (behind < context)[:, None]
+                source = key + ((first + behind - context) * key_stride)[:, None] + channel[None, :]
+                old = tl.load(window + slot * window_stride + offset, mask=exists & is_old, other=0.0)
+                new = tl.load(source, mask=exists & is_new, other=0.0).to(old.dtype)
+                tl.store(window + kept * window_stride + offset, tl.where(is_new, new, old), mask=exists)
     elif CHOICES > 0:
         index = (part - ENTRIES - RINGS) * CHOICE_BLOCK + tl.arange(0, CHOICE_BLOCK)
         entry = tl.load(chosen + token * chosen_stride + index, mask=index < TOP_K, other=-1).to(tl.int64)

@@ -91,10 +91,7 @@ def count_keys(tokens: CompressedTokens, keys: SeenKeys, block: int, lens: Tenso
 def seen_keys(position, context, WINDOW: tl.constexpr, ONE_BY_ONE: tl.constexpr):
     """How many keys a query sees in the ring of the state, and how many of the step's; and the first position."""
     first = tl.maximum(position - (WINDOW - 1), 0)
-    if ONE_BY_ONE:
-        in_ring = position + 1 - first
-    else:
-        in_ring = tl.maximum(context - first, 0)
+    in_ring = position + 1 - first if ONE_BY_ONE else tl.maximum(context - first, 0)
     return in_ring, position + 1 - first - in_ring, first
 
 
