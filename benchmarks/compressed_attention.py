@@ -20,7 +20,7 @@ import argparse
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from sightline.attention.groups import LayerGroup
 from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.bench.attention.contest import Contender, Contenders, Contest
+from sightline.bench.attention.contest import Contest, Entrant, Entrants
 from sightline.bench.attention.shapes import Cost
 from sightline.bench.attention.timing import TimingBudget, measure_rates
 from sightline.bench.budget import Budget
@@ -117,7 +117,7 @@ class Step:
         self.cache = self.store.cache("group0")
         for pool in self.cache.pools.values():
             for plane in pool.spec.planes:
-                for part in pool.plane(plane.name).view(-1, self.spec.head_dim).split(1 << 18):
+                for part in torch.split(pool.plane(plane.name).view(-1, self.spec.head_dim), 1 << 18):
                     part.copy_(torch.randn(part.shape, device=self.device))
         table_rows = [self.store.open_row() for _ in range(self.rows)]
         for row in table_rows:
@@ -194,10 +194,10 @@ class Step:
         assert slots is not None
         sums = self.cache.states.plane("sums")[-1, slots[row]]
         gate, value = inputs.gates[row, -dim:].float(), inputs.values[row, -dim:].float()
-        triples = [(gate, torch.ones_like(gate), value), sums[0], *([sums[2]] if rule.overlap else [])]
-        top = torch.stack([each[0] for each in triples]).amax(0)
-        total = sum((each[0] - top).exp() * each[1] for each in triples)
-        mixed = sum((each[0] - top).exp() * each[2] for each in triples) / total
+        triples = [torch.stack((gate, torch.ones_like(gate), value)), sums[0], *([sums[2]] if rule.overlap else [])]
+        numbers = torch.stack(triples)
+        weights = (numbers[:, 0] - numbers[:, 0].amax(0)).exp()
+        mixed = (weights * numbers[:, 2]).sum(0) / (weights * numbers[:, 1]).sum(0)
         entry = mixed / (mixed.square().mean() + rule.norm_eps).sqrt() * inputs.norm
         pairs = torch.view_as_complex(entry[dim - rule.rope_dim :].reshape(-1, 2))
         turned = torch.view_as_real(pairs * torch.complex(inputs.cos[row], inputs.sin[row])).flatten()
@@ -264,7 +264,7 @@ class Attention(NamedTuple):
                 return wrong
         return None
 
-    def contender(self, backend: Callable[[BackendContext[Any]], Any]) -> Contender:
+    def contender(self, backend: Callable[[BackendContext[Any]], Any]) -> Entrant:
         out = torch.empty_like(self.inputs.q)
         plan = self.step.plan(backend)
 
@@ -272,12 +272,12 @@ class Attention(NamedTuple):
             plan.run(layer, self.inputs, out)
             return out
 
-        return Contender(run, self.check)
+        return Entrant(run, self.check)
 
-    def contenders(self) -> Contenders:
-        return [(name, lambda place=place: self.contender(resolve_name(place))) for name, place in ATTENDERS.items()]
+    def contenders(self) -> Entrants:
+        return [(name, partial(self.contender, resolve_name(place))) for name, place in ATTENDERS.items()]
 
-    def swept(self, device: Device) -> Contenders:
+    def swept(self, device: Device) -> Entrants:
         """The Triton backend with other sizes of programs."""
         backend = resolve_name(ATTENDERS["triton-compressed"])
         config_of = resolve_name("sightline.kernels.triton.decode_shares:DecodeConfig")
@@ -326,7 +326,7 @@ class Indexing(NamedTuple):
                 return f"row {row} chose a score that is too low by {missed:.1e}"
         return None
 
-    def contender(self, place: str) -> Contender:
+    def contender(self, place: str) -> Entrant:
         step = self.step
         out = torch.empty(step.rows, self.spec.top_k, dtype=torch.int32, device=step.device)
         plan = step.plan(resolve_name(place))
@@ -335,9 +335,9 @@ class Indexing(NamedTuple):
             plan.run(layer, self.inputs, out)
             return out
 
-        return Contender(run, self.check)
+        return Entrant(run, self.check)
 
-    def contenders(self) -> Contenders:
+    def contenders(self) -> Entrants:
         return [(name, partial(self.contender, place)) for name, place in INDEXERS.items()]
 
 
@@ -357,7 +357,7 @@ def cost_of(step: Step) -> Cost:
     return Cost(step.rows * (size * numbers + 2 * sums), 4 * step.rows * keys * spec.num_q_heads * spec.head_dim)
 
 
-def contests(step: Step, part: str, device: Device) -> Iterator[tuple[str, Contenders]]:
+def contests(step: Step, part: str, device: Device) -> Iterator[tuple[str, Entrants]]:
     if isinstance(step.spec, CompressedIndexSpec):
         indexing = Indexing.of(step, step.spec)
         yield f"choice of {step.spec.top_k} of {step.num_entries:,} entries", indexing.contenders()
@@ -381,12 +381,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{device.name}: {rates.bytes_per_second / 1e12:.2f} TB/s, {rates.operations_per_second / 1e12:.0f} TFLOP/s")
     effort = TimingBudget(rounds=1, sample_seconds=1e-6) if options.cpu else TimingBudget()
     contest = Contest(device, rates, effort, sizes.layers, defaultdict(lambda: Budget(options.budget)))
-    specs = {**sizes.specs, "index": sizes.index, "sweep": sizes.specs["chosen"]}
+    specs: dict[str, CompressedSpec | CompressedIndexSpec] = {**sizes.specs, "sweep": sizes.specs["chosen"]}
+    specs["index"] = sizes.index
     page_size = options.page_size or sizes.page_size
     with torch.inference_mode():
         for rows, tokens in options.shape or sizes.shapes:
             for part in options.parts:
-                paged = Sizes(**{**vars(sizes), "page_size": page_size})
+                paged = replace(sizes, page_size=page_size)
                 step = Step(device.torch_device, specs[part], paged, rows, tokens)
                 for title, contenders in contests(step, part, device):
                     contest.report(f"{part}: {title}, {rows} × {tokens:,}", cost_of(step), contenders)

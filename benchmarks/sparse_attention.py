@@ -43,7 +43,7 @@ from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.bench.attention.contest import Contender, Contenders, Contest
+from sightline.bench.attention.contest import Contest, Entrant, Entrants
 from sightline.bench.attention.shapes import Cost
 from sightline.bench.attention.timing import TimingBudget, measure_rates
 from sightline.bench.budget import Budget
@@ -172,7 +172,7 @@ def draw(step: Step, *shape: int) -> Tensor:
     return torch.randn(shape, device=step.device).to(step.sizes.dtype)
 
 
-def index_contenders(step: Step, spec: IndexSpec) -> Contenders:
+def index_contenders(step: Step, spec: IndexSpec) -> Entrants:
     inputs = IndexInputs(
         draw(step, step.rows, spec.num_q_heads, spec.head_dim),
         draw(step, step.rows, spec.head_dim),
@@ -198,19 +198,19 @@ def index_contenders(step: Step, spec: IndexSpec) -> Contenders:
 
     out = torch.empty(step.rows, spec.top_k, dtype=torch.int32, device=step.device)
 
-    def make(place: str) -> Contender:
+    def make(place: str) -> Entrant:
         plan = step.plan(place)
 
         def run(layer: int) -> Tensor:
             plan.run(layer, inputs, out)
             return out
 
-        return Contender(run, check)
+        return Entrant(run, check)
 
     return [(name, partial(make, place)) for name, place in INDEXERS.items()]
 
 
-def choice_contenders(step: Step, spec: IndexSpec) -> Contenders:
+def choice_contenders(step: Step, spec: IndexSpec) -> Entrants:
     module = "sightline.kernels.triton.choose:"
     config = resolve_name(f"{module}ChoiceConfig").of(spec.top_k, step.tokens)
     scores = torch.randn(step.sizes.layers, step.rows, step.tokens, device=step.device)
@@ -233,8 +233,8 @@ def choice_contenders(step: Step, spec: IndexSpec) -> Contenders:
         expected = scores[-1].topk(spec.top_k, dim=1).indices.sort(dim=1).values
         return None if torch.equal(chosen.long().sort(dim=1).values, expected) else "another choice than torch.topk"
 
-    theirs = Contender(lambda layer: scores[layer].topk(spec.top_k, dim=1).indices, check)
-    return [("triton", lambda: Contender(ours, check)), ("torch.topk", lambda: theirs)]
+    theirs = Entrant(lambda layer: scores[layer].topk(spec.top_k, dim=1).indices, check)
+    return [("triton", lambda: Entrant(ours, check)), ("torch.topk", lambda: theirs)]
 
 
 class Attention(NamedTuple):
@@ -285,20 +285,20 @@ class Attention(NamedTuple):
         return None
 
 
-def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path | None) -> Contenders:
+def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path | None) -> Entrants:
     step, inputs = attention.step, attention.inputs
     out = torch.empty(step.rows, spec.num_q_heads, spec.value_dim, dtype=step.sizes.dtype, device=step.device)
 
-    def make(place: str) -> Contender:
+    def make(place: str) -> Entrant:
         plan = step.plan(place)
 
         def run(layer: int) -> Tensor:
             plan.run(layer, inputs, out)
             return out
 
-        return Contender(run, lambda found: attention.check(spec, found, projects=True))
+        return Entrant(run, lambda found: attention.check(spec, found, projects=True))
 
-    found: list[tuple[str, Callable[[], Contender]]] = [
+    found: list[tuple[str, Callable[[], Entrant]]] = [
         (f"{name}, whole layer", partial(make, place)) for name, place in ATTENDERS.items()
     ]
     found.append(("what surrounds a kernel: to subtract", partial(surrounding_contender, attention, spec)))
@@ -307,7 +307,7 @@ def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path 
     return found
 
 
-def surrounding_contender(attention: Attention, spec: LatentSpec) -> Contender:
+def surrounding_contender(attention: Attention, spec: LatentSpec) -> Entrant:
     """A layer without its attention kernel: the new entries, the queries into the latent space and the values out."""
     step, inputs = attention.step, attention.inputs
     write = resolve_name("sightline.kernels.triton.write:write_latents")
@@ -322,10 +322,10 @@ def surrounding_contender(attention: Attention, spec: LatentSpec) -> Contender:
         project_values(latents, inputs.value_up, out)
         return out
 
-    return Contender(run, lambda found: attention.check(spec, found, projects=True))
+    return Entrant(run, lambda found: attention.check(spec, found, projects=True))
 
 
-def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) -> Contender:
+def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) -> Entrant:
     """The kernel of the library. Arguments that other versions have are left at their defaults or None."""
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     op = torch.ops.sgl_kernel.sparse_prefill_fwd.default
@@ -342,10 +342,10 @@ def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) ->
         found: Tensor = op(**arguments)[0]
         return found
 
-    return Contender(run, lambda found: attention.check(spec, found, projects=False))
+    return Entrant(run, lambda found: attention.check(spec, found, projects=False))
 
 
-def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> Contenders:
+def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> Entrants:
     """The decode kernel over the slots, with other sizes of programs."""
     shares = "sightline.kernels.triton.decode_shares:"
     decode = resolve_name("sightline.kernels.triton.latent_decode:decode_latent")
@@ -375,8 +375,8 @@ def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> 
                 return out
 
             name = f"heads {heads}, block {block}, warps {warps}, depth {depth}, programs {programs}"
-            contender = Contender(run, lambda found: attention.check(spec, found, projects=False))
-            yield name, partial(Contender, *contender)
+            contender = Entrant(run, lambda found: attention.check(spec, found, projects=False))
+            yield name, partial(Entrant, *contender)
 
 
 def index_cost(step: Step, spec: IndexSpec) -> Cost:

@@ -279,13 +279,11 @@ class CompressedBench:
 
 def _moved(inputs: InputsT, device: torch.device) -> InputsT:
     """The same inputs on a device."""
-    found = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
-    moved = {
-        name: value.to(device) if isinstance(value, Tensor) else _moved(value, device)
-        for name, value in found.items()
-        if value is not None
-    }
-    return replace(inputs, **moved)
+    found: dict[str, Any] = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+    for name, value in found.items():
+        if value is not None:
+            found[name] = value.to(device) if isinstance(value, Tensor) else _moved(value, device)
+    return replace(inputs, **found)
 
 
 def _padded(batch: Batch, count: int) -> Batch:

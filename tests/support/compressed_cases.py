@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sightline.kernels.triton.compressed_attention import CompressedLayer, SeenEntries, attend_compressed, pieces_of
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewEntries, NewKeys, keep_tokens
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, SeenKeys, count_keys
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, count_keys
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.recurrent_tokens import TokenRows, TokenSlots, find_tokens
 from support.extend_cases import DEVICE
@@ -204,9 +204,9 @@ class Step:
         tokens = CompressedTokens(found, contexts, slots)
         rule = CompressionRule(case.ratio, case.overlap, case.rope_dim, 1e-6)
         if case.has_states:
-            places = EntryPlaces.of(self.pages.to(DEVICE), numbers(self.table_rows), case.page_size, case.ratio)
+            places = EntryPages.of(self.pages.to(DEVICE), numbers(self.table_rows), case.page_size, case.ratio)
         else:
-            places = EntryPlaces(None, None, 1, 1)
+            places = EntryPages(None, None, 1, 1)
         window, sums, entries = (each.to(DEVICE) for each in (self.window, self.sums, self.entries))
         new = NewEntries(
             values, gates, self.norm.to(DEVICE), angles.cos().to(DEVICE), angles.sin().to(DEVICE),
@@ -216,8 +216,9 @@ class Step:
         if self.chosen is not None:
             chosen_slots = torch.full(self.chosen.shape, -1, dtype=torch.int32, device=DEVICE)
             choice = NewChoice(self.chosen.to(DEVICE), places, chosen_slots)
-        compressed = (rule, new) if case.has_entries else (None, None)
-        keep_tokens(tokens, *compressed, NewKeys(key, window), choice)
+        has_entries = case.has_entries
+        given = NewKeys(key, window)
+        keep_tokens(tokens, rule if has_entries else None, new if has_entries else None, given, choice)
         self.window, self.sums, self.entries = window.cpu(), sums.cpu(), entries.cpu()
         seen = SeenKeys(case.window, case.ratio if case.has_entries else 0, case.top_k or 0, case.one_by_one)
         config = DecodeConfig(case.block, case.unit_heads, case.num_programs, 4, 1)
@@ -229,8 +230,12 @@ class Step:
         for part in (slice(0, half), slice(half, case.num_tokens)):
             size = part.stop - part.start
             rows = DecodeRows(lens[part], counts[part], found.rows[part], lens, lens, 1)
+            starts, cuts = (
+                torch.full((config.num_programs, 8), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)
+            )
             scratch = DecodeScratch(
-                *(torch.full((config.num_programs, 8), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)),
+                starts,
+                cuts,
                 torch.zeros(size, dtype=torch.int32, device=DEVICE),
                 torch.full((2 * config.num_programs * case.unit_heads * case.dim,), torch.nan, device=DEVICE),
                 torch.full((2 * config.num_programs, 2, case.unit_heads), torch.nan, device=DEVICE),
@@ -260,20 +265,24 @@ def check(case: Case) -> None:
     step = Step(case)
     before = step.window.clone(), step.sums.clone(), step.entries.clone()
     out = step.run()
-    close = {"atol": 2e-5, "rtol": 2e-5} if case.dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
-    entries, states = set(), set()
+    tolerance = 2e-5 if case.dtype is torch.float32 else 2e-2
+
+    def assert_close(found: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+    entries, states = set[int](), set[int]()
     for row, token, position in step.tokens():
-        torch.testing.assert_close(out[token].float(), step.expected(row, token, position), **close)
+        assert_close(out[token].float(), step.expected(row, token, position))
         keys, values, gates = step.history[row]
         if case.has_entries and (position + 1) % case.ratio == 0:
             number = position // case.ratio
             slot = step.slot_of(row, number)
             entries.add(slot)
-            torch.testing.assert_close(step.entries[slot].float(), step.entry(row, number), **close)
+            assert_close(step.entries[slot].float(), step.entry(row, number))
         kept = step.write[token] if case.has_states else 0
         if kept:
             states.add(kept)
-            torch.testing.assert_close(step.window[kept].float(), ring_behind(case, keys, position + 1), **close)
+            assert_close(step.window[kept].float(), ring_behind(case, keys, position + 1))
             if case.has_entries:
                 expected = sums_behind(case, values, gates, position + 1)
                 # Another maximum gives other sums with the same meaning.
@@ -281,9 +290,9 @@ def check(case: Case) -> None:
                 is_there = expected[:, 1] > 0
                 assert torch.equal(found[:, 1] > 0, is_there)
                 logs = (found[:, 0] + found[:, 1].log())[is_there]
-                torch.testing.assert_close(logs, (expected[:, 0] + expected[:, 1].log())[is_there], **close)
+                assert_close(logs, (expected[:, 0] + expected[:, 1].log())[is_there])
                 means = (found[:, 2] / found[:, 1])[is_there]
-                torch.testing.assert_close(means, (expected[:, 2] / expected[:, 1])[is_there], **close)
+                assert_close(means, (expected[:, 2] / expected[:, 1])[is_there])
     for kind, (old, new, used) in {
         "window": (before[0], step.window, states),
         "sums": (before[1], step.sums, states),

@@ -28,7 +28,7 @@ from sightline.kernels.triton.compressed_attention import (
     pieces_of,
 )
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewEntries, NewKeys, keep_tokens
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, SeenKeys, count_keys
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, count_keys
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.expert_groups import group_choices, tile_table
@@ -191,18 +191,13 @@ def compile_compressed(
     rule = new = choice = seen = entries = None
     if ratio:
         overlap, entries = ratio == 4, meta(SLOTS, 512, dtype=dtype)
-        places = EntryPlaces.of(meta(9, SLOTS, dtype=INT64), meta(TOKENS, dtype=INT64), 256, ratio)
+        places = EntryPages.of(meta(9, SLOTS, dtype=INT64), meta(TOKENS, dtype=INT64), 256, ratio)
         found = None if top_k is None else meta(TOKENS, top_k, dtype=torch.int32)
         rule, seen = CompressionRule(ratio, overlap, 64, 1e-6), SeenEntries(places, found)
-        new = NewEntries(
-            *(meta(TOKENS, 1024 if overlap else 512, dtype=dtype) for _ in range(2)),
-            *(
-                meta(*size, dtype=FP32)
-                for size in ((512,), (TOKENS, 32), (TOKENS, 32), (9, 3 if overlap else 1, 3, 512))
-            ),
-            entries,
-            meta(TOKENS, dtype=INT64),
-        )
+        values, turn = meta(TOKENS, 1024 if overlap else 512, dtype=dtype), meta(TOKENS, 32, dtype=FP32)
+        sums = meta(9, 3 if overlap else 1, 3, 512, dtype=FP32)
+        slots_of = meta(TOKENS, dtype=INT64)
+        new = NewEntries(values, values, meta(512, dtype=FP32), turn, turn, sums, entries, slots_of)
         choice = None if found is None else NewChoice(meta(TOKENS, top_k or 0, dtype=torch.int32), places, found)
     keep_tokens(tokens, rule, new, NewKeys(key, window), choice, overlaps=True)
     layer = CompressedLayer(key, window, entries, meta(num_heads, dtype=FP32), 0.04)

@@ -29,7 +29,7 @@ from sightline.bench.budget import Budget, OutOfTime
 from sightline.core.device import Device
 
 
-class Contender(NamedTuple):
+class Entrant(NamedTuple):
     """Something that may be timed. `run` takes the layer."""
 
     run: Callable[[int], Tensor]
@@ -37,7 +37,7 @@ class Contender(NamedTuple):
     """What is wrong with the result of the last layer; None if nothing is."""
 
 
-Contenders: TypeAlias = Iterable[tuple[str, Callable[[], Contender]]]
+Entrants: TypeAlias = Iterable[tuple[str, Callable[[], Entrant]]]
 """Names, and what makes the contender, which may take minutes to compile."""
 
 
@@ -52,7 +52,7 @@ class Contest:
     budgets: defaultdict[str, Budget] = field(compare=False)
     """How long each contender may still be made and tried."""
 
-    def report(self, title: str, cost: Cost, contenders: Contenders) -> None:
+    def report(self, title: str, cost: Cost, contenders: Entrants) -> None:
         floor = self.rates.floor(cost)
         head = f"\n## {title}\n\nfloor {floor * 1e6:.1f} µs\n\n| contender | µs | times the floor |\n|---|---|---|"
         print(head, flush=True)
@@ -71,7 +71,7 @@ class Contest:
             except Exception as error:  # A contender that fails must not end the run.
                 wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             print(f"| {name} | {wrong} | |", flush=True)
-        empty = self._task(Contender(between.no_layer, lambda _: None), between) if tasks else None
+        empty = self._task(Entrant(between.no_layer, lambda _: None), between) if tasks else None
         self._print(tasks if empty is None else {**tasks, "": empty}, floor)
 
     def _print(self, tasks: Mapping[str, TimedTask], floor: float) -> None:
@@ -81,7 +81,7 @@ class Contest:
             seconds = max(taken.median - between, 0.0)
             print(f"| {name} | {seconds * 1e6:.1f} | {seconds / floor:.2f} |", flush=True)
 
-    def _task(self, contender: Contender, between: Between) -> TimedTask:
+    def _task(self, contender: Entrant, between: Between) -> TimedTask:
         if self.device.torch_device.type != "cuda":
             return eager_task(contender.run, self.layers)
         try:

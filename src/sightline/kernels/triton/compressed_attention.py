@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, SeenKeys, entry_slots, seen_keys
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, entry_slots, seen_keys
 from sightline.kernels.triton.decode_shares import (
     FIELDS,
     LOG2_E,
@@ -61,7 +61,7 @@ class CompressedLayer:
 class SeenEntries:
     """Which entries queries attend to."""
 
-    places: EntryPlaces
+    places: EntryPages
     slots: Tensor | None
     """[num_tokens, top_k] int32: where the chosen entries are; None: queries attend to all that they see."""
 
@@ -159,6 +159,15 @@ def attend_compressed(
     merge_parts(out[part], None, layer.sinks, None, scratch, config, num_tokens, 1, pieces)
 
 
+@triton.jit
+def _elements_behind(base, place, ALIGNED: tl.constexpr):
+    """How many elements a place is behind another, perhaps in another tensor."""
+    count = (place.to(tl.int64) - base.to(tl.int64)) // (base.dtype.element_ty.primitive_bitwidth // 8)
+    if ALIGNED:
+        count = tl.multiple_of(count, 8)
+    return count
+
+
 @triton.jit(
     do_not_specialize=["num_heads", "subgroups", "begin", "most_entries"],
     do_not_specialize_on_alignment=[
@@ -219,10 +228,7 @@ def _attend_kernel(
         base = step_keys
         if RATIO > 0:
             base = entries
-        ring_at = (ring.to(tl.int64) - base.to(tl.int64)) // (compute_dtype.primitive_bitwidth // 8)
-        step_at = (step_keys.to(tl.int64) - base.to(tl.int64)) // (compute_dtype.primitive_bitwidth // 8)
-        if ALIGNED:
-            ring_at, step_at = tl.multiple_of(ring_at, 8), tl.multiple_of(step_at, 8)
+        ring_at, step_at = _elements_behind(base, ring, ALIGNED), _elements_behind(base, step_keys, ALIGNED)
         blocks, _ = num_blocks(count_of, 0, False, BLOCK)
         subgroup, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)

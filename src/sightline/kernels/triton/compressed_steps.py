@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, entry_slots
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, entry_slots
 from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 _NOTHING = tl.constexpr(float("-inf"))
@@ -78,7 +78,7 @@ class NewChoice:
 
     chosen: Tensor
     """[num_tokens, top_k] int32, -1 behind the last."""
-    places: EntryPlaces
+    places: EntryPages
     slots: Tensor
     """[num_tokens, top_k] int32: written as far as something is chosen."""
 

@@ -37,7 +37,7 @@ class CompressedTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class EntryPlaces:
+class EntryPages:
     """Where the entries of rows are in a plane."""
 
     pages: Tensor | None
@@ -50,11 +50,11 @@ class EntryPlaces:
     """How many pages an entry's tokens fill; 1 if a page has several entries."""
 
     @staticmethod
-    def of(pages: Tensor, table_rows: Tensor, page_size: int, ratio: int) -> EntryPlaces:
+    def of(pages: Tensor, table_rows: Tensor, page_size: int, ratio: int) -> EntryPages:
         """The entries of `ratio` tokens in pages of `page_size` tokens; one must divide the other."""
         if page_size % ratio and ratio % page_size:
             raise ValueError(f"expected pages of {ratio} tokens, its divisors or its multiples, got {page_size}")
-        return EntryPlaces(pages, table_rows, max(1, page_size // ratio), max(1, ratio // page_size))
+        return EntryPages(pages, table_rows, max(1, page_size // ratio), max(1, ratio // page_size))
 
     @property
     def max_pages(self) -> int:

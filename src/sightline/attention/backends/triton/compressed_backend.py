@@ -36,7 +36,7 @@ from sightline.kernels.triton.compressed_attention import (
     pieces_of,
 )
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewKeys, keep_tokens
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces, SeenKeys, count_keys
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, count_keys
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 
 MOST_AT_ONCE = 2048
@@ -202,7 +202,7 @@ class TritonCompressedBackend(AttentionBackend[CompressedSpec, CompressedInputs]
     def _plan_entries(self, rule: CompressionRule, step: StepView, lane: _Lane) -> _PlannedEntries:
         pool = self._cache.pools["entry"]
         slots = lane.slots[: step.batch.num_tokens] if step.is_sparse else None
-        places: EntryPlaces = entry_places(step, pool)
+        places: EntryPages = entry_places(step, pool)
         return _PlannedEntries(rule, step.write_slots(pool), lane.entries, SeenEntries(places, slots))
 
     def _plan_parts(

@@ -18,7 +18,7 @@ from sightline.attention.contract import AttentionBackend, AttentionPlan, Backen
 from sightline.attention.recurrent.planned_tokens import PlannedTokens
 from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.compressed_steps import CompressionRule, keep_tokens
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages
 from sightline.kernels.triton.index_scores import IndexKeys
 
 
@@ -33,7 +33,7 @@ class _TritonCompressedIndexPlan(AttentionPlan[CompressedIndexInputs]):
     tokens: CompressedTokens
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`."""
-    places: EntryPlaces
+    places: EntryPages
     choosing: Choosing | None
     """None if nothing is chosen."""
     overlaps: bool

@@ -14,7 +14,7 @@ from sightline.attention.recurrent.planned_tokens import PlannedTokens
 from sightline.cache.pools import Pool
 from sightline.core.errors import PlanError
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewEntries
-from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPlaces
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages
 
 
 def step_tokens(step: StepView, planned: PlannedTokens) -> CompressedTokens:
@@ -23,11 +23,11 @@ def step_tokens(step: StepView, planned: PlannedTokens) -> CompressedTokens:
     return CompressedTokens(planned.rows, contexts, planned.slots)
 
 
-def entry_places(step: StepView, pool: Pool) -> EntryPlaces:
+def entry_places(step: StepView, pool: Pool) -> EntryPages:
     """Where the entries of rows are; in a step without a cache, at the tokens of their rows."""
     if step.states is None:
-        return EntryPlaces(None, None, 1, 1)
-    return EntryPlaces.of(pool.table.pages, step.batch.table_rows, pool.page_size, pool.tokens_per_entry)
+        return EntryPages(None, None, 1, 1)
+    return EntryPages.of(pool.table.pages, step.batch.table_rows, pool.page_size, pool.tokens_per_entry)
 
 
 def rule_of(compression: Compression) -> CompressionRule:
