@@ -162,9 +162,10 @@ def attend_compressed(
 @triton.jit
 def _elements_behind(base, place, ALIGNED: tl.constexpr):
     """How many elements a place is behind another, perhaps in another tensor."""
-    count = (place.to(tl.int64) - base.to(tl.int64)) // (base.dtype.element_ty.primitive_bitwidth // 8)
+    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    count = (place.to(tl.int64) - base.to(tl.int64)) // SIZE
     if ALIGNED:
-        count = tl.multiple_of(count, 8)
+        count = tl.multiple_of(count, 16 // SIZE)
     return count
 
 
