@@ -40,6 +40,8 @@ from sightline.kernels.triton.overlap import wait_for_previous
 
 WARP_GROUP_HEADS = 64
 """Heads of a unit that a warp group computes."""
+_GROUP_BLOCK, _GROUP_DEPTH = 32, 3
+"""Keys of its blocks, and how many blocks are prefetched. Its products read one more from shared memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,24 +79,23 @@ def choose_compressed(
 ) -> DecodeConfig:
     """A good configuration: one program per multiprocessor.
 
-    A warp group computes with 64 heads at a time, whose queries take half of the shared memory: small blocks leave room
-    for several on their way.
+    A warp group computes with 64 heads at a time, whose queries take a third of the shared memory: small blocks leave
+    room for several on their way. Devices without so much memory compute with fewer heads.
     """
+    dims, room = 2 * _half(head_dim), shared_bytes * 15 // 16
+    entry_bytes = dims * dtype.itemsize
+    is_halved = head_dim == dims and head_dim >= 2 * BORDER
+    groups = WARP_GROUP_HEADS + (_GROUP_DEPTH + 1) * _GROUP_BLOCK
+    if dtype is not torch.float32 and num_heads >= WARP_GROUP_HEADS and is_halved and groups * entry_bytes <= room:
+        return DecodeConfig(_GROUP_BLOCK, WARP_GROUP_HEADS, multiprocessors, 4, _GROUP_DEPTH, overlaps)
     heads, block = (16 if num_heads <= 16 else 32), 64
     if dtype is torch.float32:
         # No tensor cores: the operands of the product are in registers.
         block, heads = 16, 16
-    elif num_heads >= WARP_GROUP_HEADS and head_dim == 2 * _half(head_dim) and head_dim >= 2 * BORDER:
-        heads, block = WARP_GROUP_HEADS, 32
-    dims = 2 * _half(head_dim)
-    room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
-    while block > 16 and block * dims * dtype.itemsize > room:
+    room -= heads * entry_bytes
+    while block > 16 and block * entry_bytes > room:
         block //= 2
-    block_bytes = block * dims * dtype.itemsize
-    if heads < WARP_GROUP_HEADS:
-        return DecodeConfig(block, heads, multiprocessors, 4, fitting_depth(block_bytes, 2, room), overlaps)
-    # The products of a warp group read a block while the next are copied.
-    return DecodeConfig(block, heads, multiprocessors, 4, fitting_depth(block_bytes, 3, room - block_bytes), overlaps)
+    return DecodeConfig(block, heads, multiprocessors, 4, fitting_depth(block * entry_bytes, 2, room), overlaps)
 
 
 def pieces_of(config: DecodeConfig, head_dim: int) -> int:
@@ -266,7 +267,7 @@ def _attend_kernel(
                 if CHOSEN:
                     slots = tl.load(choice + read, mask=read < limit, other=0).to(tl.int64)
                 elif PAGED:
-                    slots = tl.where(read < limit, entry_slots(table, tl.where(is_window, 0, read), IN_PAGE, APART), 0)
+                    slots = entry_slots(table, read, read < limit, IN_PAGE, APART)
                 else:
                     slots = tl.where(read < limit, first + read, 0)
                 places = places.to(tl.int64) + slots * entry_slot

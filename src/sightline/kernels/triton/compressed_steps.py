@@ -334,9 +334,8 @@ def _keep_tokens(
         index = (part - ENTRIES - RINGS) * CHOICE_BLOCK + tl.arange(0, CHOICE_BLOCK)
         entry = tl.load(chosen + token * chosen_stride + index, mask=index < TOP_K, other=-1).to(tl.int64)
         is_chosen = entry >= 0
-        entry = tl.maximum(entry, 0)
         if PAGED:
-            found = entry_slots(pages + tl.load(table_rows + row) * max_pages, entry, IN_PAGE, APART)
+            found = entry_slots(pages + tl.load(table_rows + row) * max_pages, entry, is_chosen, IN_PAGE, APART)
         else:
             found = first + entry
         tl.store(chosen_slots + token * TOP_K + index, found.to(tl.int32), mask=is_chosen)

@@ -96,10 +96,10 @@ def seen_keys(position, context, WINDOW: tl.constexpr, ONE_BY_ONE: tl.constexpr)
 
 
 @triton.jit
-def entry_slots(table, entry, IN_PAGE: tl.constexpr, APART: tl.constexpr):
-    """The slots of entries of a row; `table` has its pages."""
-    page = tl.load(table + (entry // IN_PAGE) * APART + (APART - 1))
-    return page * IN_PAGE + entry % IN_PAGE
+def entry_slots(table, entry, wanted, IN_PAGE: tl.constexpr, APART: tl.constexpr):
+    """The slots of entries of a row, whose pages are in `table`. Reads nothing for entries that are not wanted."""
+    page = tl.load(table + (entry // IN_PAGE) * APART + (APART - 1), mask=wanted, other=0)
+    return tl.where(wanted, page * IN_PAGE + entry % IN_PAGE, 0)
 
 
 @triton.jit(
