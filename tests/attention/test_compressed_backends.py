@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -146,14 +147,15 @@ def test_what_is_kept_of_a_row_is_a_function_of_its_tokens(length: int, chunk: i
         bench.step([TextPart(row, text, start, min(start + chunk, length))])
     slot = states.slot(row, length)
     for group in bench.groups:
+        spec: Any = group.spec
         for place, layer in enumerate(group.layers):
             planes = bench.store.cache(group.name).states
             inputs = text.index_inputs[layer] if group.chooses else text.inputs[layer]
             if inputs.entries is not None:
-                wanted = sums_behind(group.spec.compression, inputs.entries.part(slice(length)))
+                wanted = sums_behind(spec.compression, inputs.entries.part(slice(length)))
                 found = planes.plane("sums")[place, slot]
                 # A sum is that of its maximum: only their product counts.
                 torch.testing.assert_close(found[:, 1:] * found[:, :1].exp(), wanted[:, 1:] * wanted[:, :1].exp())
             if not group.chooses:
-                ring = window_behind(group.spec, text.inputs[layer].key[:length])
+                ring = window_behind(spec, text.inputs[layer].key[:length])
                 assert torch.equal(planes.plane("window")[place, slot], ring)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from conformance.state_parts_backend import CONVOLUTION, RECURRENT, make_state_b
 from sightline.attention.backends.torch.compressed_backend import TorchCompressedBackend
 from sightline.attention.backends.torch.compressed_index_backend import TorchCompressedIndexBackend
 from sightline.attention.capability import Capability
+from sightline.attention.contract import AttentionBackend
 from sightline.attention.kinds import SpecKind
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import available_bytes, detect_device
@@ -139,11 +141,12 @@ def test_the_correct_parts_of_layers_with_states_pass_every_check(row: Capabilit
 @pytest.mark.parametrize("row", [COMPRESSED, COMPRESSED_INDEX], ids=["compressed", "compressed index"])
 def test_compressed_attention_in_several_dtypes_passes_every_check(row: Capability, effort: Effort) -> None:
     checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
+    backends: dict[SpecKind, type[AttentionBackend[Any, Any]]] = {
+        SpecKind.COMPRESSED: TorchCompressedBackend,
+        SpecKind.COMPRESSED_INDEX: TorchCompressedIndexBackend,
+    }
     [kind] = row.spec_kinds
-    backend = {SpecKind.COMPRESSED: TorchCompressedBackend, SpecKind.COMPRESSED_INDEX: TorchCompressedIndexBackend}[
-        kind
-    ]
-    subject = Subject("torch", backend, row, CPU)
+    subject = Subject("torch", backends[kind], row, CPU)
     report = try_row(subject, effort, FEW, checks)
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]

@@ -76,8 +76,10 @@ class Text:
             own, weights = self._generator(layer), torch.Generator().manual_seed(layer)
             norm, sinks = torch.rand(DIM, generator=weights) + 0.5, torch.randn(HEADS, generator=weights)
             q, key = (torch.randn(self.length, *shape, generator=own) for shape in ((HEADS, DIM), (DIM,)))
-            entries = spec.compression and random_compression(spec.compression, DIM, self.length, own, norm)
-            found.append(CompressedInputs(q.to(self.dtype), key.to(self.dtype), sinks, entries or None))
+            entries = None
+            if spec.compression is not None:
+                entries = random_compression(spec.compression, DIM, self.length, own, norm)
+            found.append(CompressedInputs(q.to(self.dtype), key.to(self.dtype), sinks, entries))
         return tuple(found)
 
     @cached_property
@@ -211,8 +213,8 @@ class CompressedBench:
             pool.allocator.release(free)
         states = self.store.main.states
         assert states is not None
-        for pool in states.pools:
-            pool.fill(range(1, pool.num_slots), torch.nan)
+        for each in states.pools:
+            each.fill(range(1, each.num_slots), torch.nan)
 
     def open_row(self, length: int) -> int:
         row = self.store.open_row()

@@ -207,7 +207,7 @@ class StepView:
 
     @property
     def is_sparse(self) -> bool:
-        """True if some query may see more tokens than the group's layers read. Otherwise attention is that of a dense
+        """True if some query may see more entries than the group's layers read. Otherwise attention is that of a dense
         layer, and indexers keep keys without choosing any.
 
         The planner decides it once, for all groups that read or make the same choice.
@@ -216,7 +216,7 @@ class StepView:
 
     @property
     def states(self) -> StateSlots | None:
-        """The states that a recurrent group reads and writes; None if rows begin with an empty one and none is kept."""
+        """The states that a group reads and writes; None if rows begin with an empty one and none is kept."""
         if self.policy is not CachePolicy.PAGED:
             return None
         rows = self.batch.pools[STATES]

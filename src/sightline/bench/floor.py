@@ -97,7 +97,7 @@ class CacheReads:
     def bytes_of(self, context: int) -> int:
         """Bytes that a row of so many cached tokens needs."""
         num_read = 0 if context <= self.unread else min(context, self.window or context)
-        return self.bytes_per_token * num_read + self.state_bytes
+        return round(self.bytes_per_token * num_read) + self.state_bytes
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def plan_compressor(
 ) -> Compressor:
     """Makes the indices of a step. `read_slots` [num_rows] are those of rows that have tokens."""
     # Jobs of about as many tokens are computed together.
-    order = sorted(range(len(layout.jobs)), key=lambda job: layout.jobs[job].count)
+    order = sorted(range(len(layout.jobs)), key=lambda job: layout.jobs[job].length)
     place = {job: index for index, job in enumerate(order)}
     jobs = [layout.jobs[job] for job in order]
 
@@ -166,7 +166,7 @@ def _blocks(jobs: Sequence[SumJob], most_tokens: int, device: torch.device) -> I
     start = 0
     while start < len(jobs):
         stop = start + 1
-        while stop < len(jobs) and (stop + 1 - start) * jobs[stop].count <= most_tokens:
+        while stop < len(jobs) and (stop + 1 - start) * jobs[stop].length <= most_tokens:
             stop += 1
         yield _block(jobs, slice(start, stop), device)
         start = stop
@@ -174,9 +174,9 @@ def _blocks(jobs: Sequence[SumJob], most_tokens: int, device: torch.device) -> I
 
 def _block(jobs: Sequence[SumJob], run: slice, device: torch.device) -> SumBlock:
     members = jobs[run]
-    width = members[-1].count
+    width = members[-1].length
     firsts, counts, starts = moved(list(zip(*members, strict=True)), device)
     places = torch.arange(width, device=device)
     tokens = firsts.unsqueeze(1) + torch.minimum(places, counts.unsqueeze(1) - 1)
-    missing = (places >= counts.unsqueeze(1)).unsqueeze(2) if members[0].count < width else None
+    missing = (places >= counts.unsqueeze(1)).unsqueeze(2) if members[0].length < width else None
     return SumBlock(run, tokens.flatten(), missing, starts)

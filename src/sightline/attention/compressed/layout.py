@@ -55,7 +55,7 @@ class SumJob(NamedTuple):
 
     first: int
     """The first token in the step."""
-    count: int
+    length: int
     start: int
     """Index of the row whose sums it goes on from; the number of rows if it begins with none."""
 

@@ -46,7 +46,7 @@ def finished_entries(mixed: Tensor, norm: Tensor, norm_eps: float, cos: Tensor, 
     by `cos` and `sin` [n, rope_dim // 2]. Changes `mixed` [n, head_dim] in place."""
     mixed *= torch.rsqrt(mixed.square().mean(dim=1, keepdim=True) + norm_eps)
     mixed *= norm.float()
-    pairs = mixed[:, mixed.shape[1] - 2 * cos.shape[1] :].unflatten(1, (cos.shape[1], 2))
+    pairs = mixed[:, mixed.shape[1] - 2 * cos.shape[1] :].view(len(mixed), cos.shape[1], 2)
     first, second = pairs.clone().unbind(dim=2)
     pairs[..., 0] = first * cos - second * sin
     pairs[..., 1] = second * cos + first * sin

@@ -32,7 +32,7 @@ class QuerySpan(NamedTuple):
     part: NewTokens
     start: int
     """Position of the first one."""
-    count: int
+    length: int
 
     @property
     def first(self) -> int:
@@ -41,7 +41,7 @@ class QuerySpan(NamedTuple):
 
     def num_entries(self, ratio: int) -> int:
         """Entries that the last query sees."""
-        return (self.start + self.count) // ratio
+        return (self.start + self.length) // ratio
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def query_tiles(rows: Sequence[NewTokens], sizes: TileSizes) -> Iterator[tuple[Q
     without any, unless the step is sparse."""
 
     def shape(span: QuerySpan) -> tuple[int, int]:
-        return span.count, sizes.num_entries(span).bit_length()
+        return span.length, sizes.num_entries(span).bit_length()
 
     spans = sorted((span for row in rows for span in _cut(row, sizes)), key=shape)
     for _, members in itertools.groupby(spans, key=shape):
@@ -83,7 +83,7 @@ def query_tiles(rows: Sequence[NewTokens], sizes: TileSizes) -> Iterator[tuple[Q
         longest = 0
         for span in members:
             longest = max(longest, sizes.num_entries(span))
-            if tile and (len(tile) + 1) * sizes.elements(span.count, longest) > MAX_ELEMENTS:
+            if tile and (len(tile) + 1) * sizes.elements(span.length, longest) > MAX_ELEMENTS:
                 yield tuple(tile)
                 tile, longest = [], sizes.num_entries(span)
             tile.append(span)
@@ -116,7 +116,7 @@ class QueryTile:
 
     @staticmethod
     def of(spans: Sequence[QuerySpan], device: torch.device) -> QueryTile:
-        count = spans[0].count
+        count = spans[0].length
         tokens = [token for span in spans for token in range(span.first, span.first + count)]
         [starts] = moved([[span.start for span in spans]], device)
         positions = starts.unsqueeze(1) + torch.arange(count, device=device)

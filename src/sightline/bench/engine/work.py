@@ -224,6 +224,6 @@ def _peer_model(subject: MeasuredEngine, works: Sequence[MeasuredWork], folder: 
         threads=subject.conditions.threads,
         max_rows=max(len(CHECKED_LENGTHS), *(len(work.prompts) for work in works)),
         max_tokens=max(longest, max(CHECKED_LENGTHS) + CHECKED_TOKENS),
-        cache_bytes_per_token=sum(cache.bytes_per_token for cache in subject.floor.caches),
+        cache_bytes_per_token=round(sum([cache.bytes_per_token for cache in subject.floor.caches])),
         folder=folder,
     )

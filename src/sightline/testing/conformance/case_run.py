@@ -365,7 +365,9 @@ class _CompressedRun(_StateRun):
         """A step of some of the case's tokens, over rows that have pages for all of them."""
         case = self._case
         if table_rows is None:
-            table_rows = self._bench.open_rows(case.rows, case.shared_pages, case.main_row)
+            # Without entries there are no pages to share.
+            shared_pages = case.shared_pages if self._bench.store.pools else 0
+            table_rows = self._bench.open_rows(case.rows, shared_pages, case.main_row)
         step = self._trial.state_step(self._bench, rows, seed=seed, layer=layer, table_rows=table_rows, writes=False)
         shared, main = case.shared_pages * case.number(Dimension.PAGE_SIZE), step.contexts[case.main_row]
         if shared:

@@ -340,7 +340,8 @@ class Case:
         oracle = tokens * (1.5e-4 + 2e-8 * self.state_size)
         if self._is_compressed:
             oracle += self._num_entries * (1.5e-4 / max(1, self.number(Dimension.RATIO)) + 2e-8 * self._entry_size)
-            pool += self._pool_bytes * self.needed_pages // self.num_pages
+            # A page takes about as long as so many bytes.
+            pool += self._pool_bytes * self.needed_pages // self.num_pages + 600 * self.num_pages
         # Only the last layer is compared for all of many rows.
         compared_whole = 1 + (compared - 1) * min(1.0, 24 / len(self.lengths))
         computed = self._layer_seconds * layers + oracle * compared_whole

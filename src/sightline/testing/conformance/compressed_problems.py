@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -73,12 +73,13 @@ class CompressingProblem(Problem[SpecT, InputsT]):
         if spec.compression is None:
             return inputs
         cos, sin = rotation_at(spec.compression, positions)
-        entries = replace(tensor_at(inputs, "entries"), cos=cos, sin=sin)
-        return replace(inputs, entries=entries)
+        given: Any = inputs
+        placed: InputsT = replace(given, entries=replace(given.entries, cos=cos, sin=sin))
+        return placed
 
     def strided(self, inputs: InputsT, device: torch.device) -> Iterator[tuple[str, InputsT]]:
-        names = tuple(vars(inputs))
-        there = map_inputs(inputs, lambda tensor: tensor.to(device), names)
+        names, given = tuple(vars(inputs)), cast(Any, inputs)
+        there = map_inputs(given, lambda tensor: tensor.to(device), names)
         yield "rows that lie apart", map_inputs(there, lambda tensor: beside_nan(tensor, device), self.per_token)
         yield "rows within wider ones", map_inputs(there, _within_nan, self.per_token)
 

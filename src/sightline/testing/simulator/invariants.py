@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sightline.cache.pools import Pool
 from sightline.cache.prefix import PrefixNode
 from sightline.cache.states import StateStage
-from sightline.core.batch import Batch
+from sightline.core.batch import PADDING_SLOT, Batch
 from sightline.core.config import PADDING_PAGES
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.sparse_model import ENTRY_SIZE, POSITION
@@ -37,8 +37,11 @@ class Invariants:
         self._launched: dict[int, tuple[tuple[int, ...], ...]] = {}
         """For each page-table row, the pages in each pool with which its last batch was launched."""
 
-    def _held(self, pool: Pool) -> tuple[_FloatArray | None, _FloatArray]:
-        """Tokens and positions, [num_pages, page_size] each. The pools of sparse layers hold hashes, not tokens."""
+    def _held(self, pool: Pool) -> tuple[_FloatArray | None, _FloatArray] | None:
+        """Tokens and positions, [num_pages, page_size] each. The pools of sparse layers hold hashes, not tokens; None
+        for entries of several tokens."""
+        if pool.tokens_per_entry > 1:
+            return None
         if "k" in [plane.name for plane in pool.spec.planes]:
             tokens, positions = (pool.plane(name).view(-1, self._size).numpy() for name in ("k", "v"))
             return tokens, positions
@@ -62,7 +65,9 @@ class Invariants:
         yield from self._in_flight()
         yield from self._time(batch)
         for pool in self._store.pools:
-            pages = {slot // self._size for slot in batch.pools[pool.key].write_slots.tolist()}
+            slots = batch.pools[pool.key].write_slots.tolist()
+            written = [slot for slot in slots if slot != PADDING_SLOT or pool.tokens_per_entry == 1]
+            pages = {slot // pool.entries_per_page for slot in written}
             for page in pages:
                 if pool.allocator.owners(page) != 1:
                     yield f"a batch writes to page {page} of {pool.key}, which has {pool.allocator.owners(page)} owners"
@@ -237,10 +242,13 @@ class Invariants:
         expected = np.frombuffer(tokens, dtype=np.uint32).reshape(-1, size)
         anything = expected == _ANY
         positions = np.array(starts, dtype=np.float64)[:, None] + self._places
-        for pool, numbers, (held_tokens, held_positions) in zip(self._store.pools, pages, self._contents, strict=True):
+        for pool, numbers, contents in zip(self._store.pools, pages, self._contents, strict=True):
             if len(numbers) != len(starts):
                 yield f"a running sequence has fewer pages of {pool.key} than its entries need"
                 continue
+            if contents is None:
+                continue
+            held_tokens, held_positions = contents
             held = np.array(numbers)
             right = (held_positions[held] == positions) | anything
             if held_tokens is not None:

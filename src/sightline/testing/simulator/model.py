@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.compressed.spec import CompressedSpec
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -37,6 +38,7 @@ from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import NO_TAPS, Model, ModelDefinition, Taps
 from sightline.models.weights import WeightReader
+from sightline.testing.simulator.compressed_model import compressed_inputs
 from sightline.testing.simulator.faults import LOGIT_TICKS, UNBEARABLE, Faults
 from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import (
@@ -49,7 +51,7 @@ from sightline.testing.simulator.oracle import (
     logits_of_hashes,
 )
 from sightline.testing.simulator.sparse_model import index_inputs, latent_inputs, sparse_specs
-from sightline.testing.simulator.state_model import STATE_SPEC
+from sightline.testing.simulator.state_model import PIECES, STATE_SPEC
 
 SPECS = (SoftmaxSpec(1, 1, 1, 1.0), SoftmaxSpec(1, 1, 1, 2.0))
 """Two groups, each with its own pools."""
@@ -192,16 +194,21 @@ class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
 class ReadingModel(Model):
     """Layers of two groups, which must read the same entries, and, if asked for, of others that must agree: one whose
-    states follow the same tokens, and one that attends to chosen ones."""
+    states follow the same tokens, one that keeps entries of several tokens, and one that attends to chosen ones."""
 
     def __init__(
-        self, faults: Faults, watch: Callable[[Batch], None], *, keeps_states: bool = False, top_k: int | None = None
+        self,
+        faults: Faults,
+        watch: Callable[[Batch], None],
+        *,
+        compressed: CompressedSpec | None = None,
+        top_k: int | None = None,
     ) -> None:
-        """Calls `watch` with every batch before anything is written."""
+        """Calls `watch` with every batch before anything is written. With a `compressed` layer it keeps states."""
         self._faults = faults
         self._watch = watch
-        self._state_layer = len(SPECS) if keeps_states else None
-        self.specs: tuple[AttentionSpec, ...] = (*SPECS, STATE_SPEC) if keeps_states else SPECS
+        self._state_layer = None if compressed is None else len(SPECS)
+        self.specs: tuple[AttentionSpec, ...] = SPECS if compressed is None else (*SPECS, STATE_SPEC, compressed)
         self.indexers: dict[int, IndexSpec] = {}
         if top_k is not None:
             attention, self.indexers[len(self.specs)] = sparse_specs(top_k)
@@ -227,6 +234,7 @@ class ReadingModel(Model):
             planned.attend(layer, inputs, read[layer])
         if self._state_layer is not None:
             read[self._state_layer] = self._summed(planned, self._state_layer)
+            read[self._state_layer + 1] = self._added(planned, self._state_layer + 1)
         hashes = read[0].view(-1)
         for layer in self.indexers:
             chosen = planned.choose(layer, index_inputs(hashes, batch.positions))
@@ -242,6 +250,14 @@ class ReadingModel(Model):
         ones = torch.ones(batch.num_tokens, 1)
         out = torch.empty(batch.num_tokens, 1, STATE_SPEC.value_dim, dtype=DTYPE)
         planned.attend(layer, RecurrentInputs(mixed, -ones, ones, None, None), out)
+        return out[:, :, :1]
+
+    @staticmethod
+    def _added(planned: PlannedBatch, layer: int) -> Tensor:
+        """[num_tokens, 1, 1]: the hashes that the compressed layer finds."""
+        batch = planned.batch
+        out = torch.empty(batch.num_tokens, 1, PIECES, dtype=DTYPE)
+        planned.attend(layer, compressed_inputs(batch.tokens, batch.positions), out)
         return out[:, :, :1]
 
     def _logits(self, batch: Batch, read: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -29,6 +29,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import SequenceState
+from sightline.testing.simulator.compressed_model import AddingBackend, compressed_spec
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
 from sightline.testing.simulator.late_blocks import LateBlocks
@@ -99,7 +100,7 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
         max_step_ms=None if scene.max_step_ticks is None else scene.max_step_ticks * TICK * 1e3,
     )
     faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
-    model = ReadingModel(faults, watch, keeps_states=scene.max_checkpoints is not None, top_k=scene.top_k)
+    model = _model(scene, faults, watch)
     definition = ReadingDefinition(model)
     groups = definition.groups()
     allocators: list[FaultyAllocator] = []
@@ -133,11 +134,19 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
     return Stage(scene, engine, faults, tuple(allocators[: len(store.pools)]))
 
 
+def _model(scene: Scene, faults: Faults, watch: Callable[[Batch], None]) -> ReadingModel:
+    """The simulated model, with layers that keep states if the scene has some."""
+    keeps_states = scene.max_checkpoints is not None
+    compressed = compressed_spec(scene.page_size, scene.num_pages) if keeps_states else None
+    return ReadingModel(faults, watch, compressed=compressed, top_k=scene.top_k)
+
+
 _BACKENDS: Mapping[SpecKind, type[AttentionBackend[Any, Any]]] = {
     SpecKind.SOFTMAX: ReadingBackend,
     SpecKind.RECURRENT: SummingBackend,
     SpecKind.LATENT: ChosenBackend,
     SpecKind.INDEX: ChoosingBackend,
+    SpecKind.COMPRESSED: AddingBackend,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,32 +25,43 @@ from sightline.core.errors import PlanError
 from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import MASK, NUM_ORDINARY, RAISING, WEIGHTS
 
-_PIECES, _BITS = 4, 16
-_WHOLE = (1 << _PIECES * _BITS) - 1
+PIECES, _BITS = 4, 16
+_WHOLE = (1 << PIECES * _BITS) - 1
 _PIECE = (1 << _BITS) - 1
-STATE_SPEC = RecurrentSpec(1, 1, 1, _PIECES, 1.0, delta_rule=False, channel_decay=False, unit_keys=False, conv_width=0)
+STATE_SPEC = RecurrentSpec(1, 1, 1, PIECES, 1.0, delta_rule=False, channel_decay=False, unit_keys=False, conv_width=0)
 
 
-def _joined(pieces: NDArray[np.float32]) -> float | int:
+Total: TypeAlias = float | int
+"""A sum of tokens, modulo 2^64; NaN or infinite behind a special token."""
+
+
+def joined(pieces: NDArray[Any]) -> Total:
     """The sum that a state holds; NaN or infinity as it is."""
     if not np.isfinite(pieces).all():
         return math.inf if np.isposinf(pieces).any() else math.nan
     return sum(int(piece) << _BITS * place for place, piece in enumerate(pieces.tolist()))
 
 
-def _cut(total: float | int) -> list[float]:
+def cut(total: Total) -> list[float]:
     if isinstance(total, float):
-        return [total] * _PIECES
-    return [float(total >> _BITS * place & _PIECE) for place in range(_PIECES)]
+        return [total] * PIECES
+    return [float(total >> _BITS * place & _PIECE) for place in range(PIECES)]
 
 
-def _after(total: float | int, token: float, position: int) -> float | int:
+def behind_token(total: Total, token: float, position: int) -> Total:
     """The sum behind one more token."""
     if total == math.inf or token == RAISING:
         return math.inf
     if isinstance(total, float) or not token < NUM_ORDINARY:
         return math.nan
     return total + (int(token) * 64 + position * 8192 + 1) * int(WEIGHTS[position]) & _WHOLE
+
+
+def added(one: Total, two: Total) -> Total:
+    """The sum of two runs of tokens; infinite or NaN if that of either is."""
+    if isinstance(one, float) or isinstance(two, float):
+        return math.inf if math.inf in (one, two) else math.nan
+    return one + two & _WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +80,12 @@ class _SummingPlan(AttentionPlan[RecurrentInputs]):
         del layer
         numbers, results, place = inputs.mixed.numpy(), out.numpy(), 0
         for slot, count in zip(self.read_slots, self.query_lens, strict=True):
-            total = _joined(self.states[slot])
+            total = joined(self.states[slot])
             for _ in range(count):
-                total = _after(total, float(numbers[place, 0]), int(numbers[place, 1]))
+                total = behind_token(total, float(numbers[place, 0]), int(numbers[place, 1]))
                 results[place] = total if isinstance(total, float) else float(total & MASK)
                 if self.kept[place]:
-                    self.states[self.kept[place]] = _cut(total)
+                    self.states[self.kept[place]] = cut(total)
                 place += 1
 
 
@@ -97,7 +108,7 @@ class SummingBackend(AttentionBackend[RecurrentSpec, RecurrentInputs]):
     )
 
     def __init__(self, context: BackendContext[RecurrentSpec]) -> None:
-        self._states = context.cache.states.plane("state")[0].view(-1, _PIECES).numpy()
+        self._states = context.cache.states.plane("state")[0].view(-1, PIECES).numpy()
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _SummingPlan:
         del buffers
