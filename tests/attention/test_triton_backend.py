@@ -78,7 +78,7 @@ INDEX = (
     "lanes",
 )
 COMPRESSED = ("padding", "empty-rows", "transient", "cut-anywhere", "entry-pages", "chosen-numbers", "sink-weights")
-COMPRESSED_INDEX = ("padding", "transient", "cut-anywhere", "choice", "ties", "nan-scores")
+COMPRESSED_INDEX = ("padding", "transient", "entries", "cut-anywhere", "gates", "entry-pages")
 LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
 
 
