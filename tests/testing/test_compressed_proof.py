@@ -34,7 +34,7 @@ CONFIG = replace(
 )
 FOUR = Compression(4, overlap=True, rope_dim=8, norm_eps=1e-6)
 MANY = Compression(128, overlap=False, rope_dim=8, norm_eps=1e-6)
-SPECS = {
+SPECS: dict[str, CompressedSpec | CompressedIndexSpec] = {
     "chosen entries": CompressedSpec(6, 16, 0.25, 20, FOUR, 8),
     "all entries": CompressedSpec(6, 16, 0.25, 20, MANY),
     "a window alone": CompressedSpec(6, 16, 0.25, 20, None),
