@@ -50,7 +50,7 @@ def test_chunks_of_any_size_in_pages_of_any_size(chunk: int, page_size: int, len
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ragged_rows_beside_each_other(seed: int) -> None:
     order = random.Random(seed)
     bench = CompressedBench(TRITON, order.choice([1, 4, 16]), layout=order.choice(list(Layout)), paranoid=True)
@@ -76,7 +76,9 @@ def test_a_step_without_a_cache_reads_its_own_tokens() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("start", "accepted"), [(29, 1), (30, 2), (29, 4)])
+@pytest.mark.parametrize(
+    ("start", "accepted"), [(29, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((29, 1), (30, 2)))]
+)
 def test_what_refused_guesses_left_is_never_read(start: int, accepted: int) -> None:
     bench, text, other = CompressedBench(TRITON, 16), text_of(45, 0), text_of(45, 1)
     row = bench.open_row(text.length)
