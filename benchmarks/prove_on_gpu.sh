@@ -6,7 +6,7 @@
 #              mutants, a real model
 #   hybrids    recurrent layers beside other libraries, decode steps of a hybrid, the kit, models; 10 minutes at most
 #   sparse     indexers, chosen entries, entries in host memory, the kit, models, the host tier; 10 minutes at most
-#   compressed windows with compressed entries, and indexers over them: the benchmark, kernels, texts; 10 minutes at most
+#   compressed windows with compressed entries, and indexers over them: the benchmark, kernels, texts, the kit; 10 minutes at most
 # What is timed runs first and alone; then the tests, in JOBS processes. Libraries that are not installed are skipped.
 # Each part has a time limit and writes its output to FOLDER, which is kept if the part is cut short.
 set -uo pipefail
@@ -97,7 +97,9 @@ test_sparse() {
   wait
 }
 test_compressed() {
-  tests compressed-kernels 270 "$jobs" --timeout 120 tests/kernels/test_triton_compressed.py tests/test_cuda_compressed.py
+  kit kit-compressed 270 "$half" --backend triton-compressed --backend triton-compressed-index &
+  tests compressed-kernels 270 "$half" --timeout 120 tests/kernels/test_triton_compressed.py tests/test_cuda_compressed.py &
+  wait
 }
 
 for group in "${groups[@]}"; do "time_$group"; done
