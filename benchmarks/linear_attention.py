@@ -349,7 +349,7 @@ def through_backend(place: str) -> Callable[[Case], Run]:
         if not any(spec.features <= row.features for row in backend.capabilities):
             raise NoOperationError
         states, read, written = case.slots()
-        pool = StatePool(spec.states(1), states.shape[0], case.device)
+        pool = StatePool(spec.states(1, torch.float32), states.shape[0], case.device)
         plane = pool.plane("state")[0]
         plane.copy_(states)
         num_tokens = case.q.shape[0]

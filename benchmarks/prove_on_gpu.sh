@@ -6,12 +6,13 @@
 #              mutants, a real model
 #   hybrids    recurrent layers beside other libraries, decode steps of a hybrid, the kit, models; 10 minutes at most
 #   sparse     indexers, chosen entries, entries in host memory, the kit, models, the host tier; 10 minutes at most
+#   compressed windows with compressed entries, and indexers over them: the benchmark, kernels, texts, the kit; 10 minutes at most
 # What is timed runs first and alone; then the tests, in JOBS processes. Libraries that are not installed are skipped.
 # Each part has a time limit and writes its output to FOLDER, which is kept if the part is cut short.
 set -uo pipefail
-usage="usage: prove_on_gpu.sh FOLDER [JOBS] [--only attention,hybrids,sparse]"
+usage="usage: prove_on_gpu.sh FOLDER [JOBS] [--only attention,hybrids,sparse,compressed]"
 fail() { echo "$1; $usage" >&2; exit 2; }
-given=() only=attention,hybrids,sparse
+given=() only=attention,hybrids,sparse,compressed
 while (($#)); do
   case $1 in
     --only) only=${2:?$usage}; shift 2 ;;
@@ -24,7 +25,7 @@ folder=${given[0]}; cores=$(nproc); jobs=${given[1]:-$((cores < 16 ? cores : 16)
 half=$(((jobs + 1) / 2)); here=$(cd "$(dirname "$0")" && pwd)
 IFS=, read -ra groups <<< "$only"
 for group in "${groups[@]}"; do
-  [[ $group =~ ^(attention|hybrids|sparse)$ ]] || fail "expected names of groups, got '$group'"
+  [[ $group =~ ^(attention|hybrids|sparse|compressed)$ ]] || fail "expected names of groups, got '$group'"
 done
 mkdir -p "$folder"; : > "$folder/failed"
 export PYTHONWARNINGS=ignore PYTHONUNBUFFERED=1
@@ -63,6 +64,9 @@ time_sparse() {
   part sparse 150 python3 "$here/sparse_attention.py" --budget 60
   part hisparse 150 python3 "$here/hisparse.py"
 }
+time_compressed() {
+  part compressed 300 python3 "$here/compressed_attention.py" --budget 60
+}
 test_attention() {
   tests kernels 900 "$jobs" tests/kernels
   if command -v compute-sanitizer > /dev/null; then
@@ -90,6 +94,11 @@ test_sparse() {
   tests models-sparse 270 "$half" --timeout 120 tests/test_cuda_sparse.py tests/test_host_tier_gpu.py \
     tests/kernels/test_triton_choose.py tests/kernels/test_hot_entries_kernels.py &
   kit kit-sparse 270 "$half" --backend triton-latent "${checks[@]}" &
+  wait
+}
+test_compressed() {
+  kit kit-compressed 270 "$half" --backend triton-compressed --backend triton-compressed-index &
+  tests compressed-kernels 270 "$half" --timeout 120 tests/kernels/test_triton_compressed.py tests/test_cuda_compressed.py &
   wait
 }
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,19 +43,10 @@ from sightline.attention.kinds import Feature
 from sightline.attention.sparse.coordinator import ResidentEntries
 from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.bench.attention.contest import Contest, Entrant, Entrants
 from sightline.bench.attention.shapes import Cost
-from sightline.bench.attention.timing import (
-    Between,
-    Rates,
-    TimedTask,
-    TimingBudget,
-    capture,
-    clock_of,
-    eager_task,
-    measure_rates,
-    time_in_turns,
-)
-from sightline.bench.budget import Budget, OutOfTime
+from sightline.bench.attention.timing import TimingBudget, measure_rates
+from sightline.bench.budget import Budget
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, Pool
 from sightline.cache.store import CacheStore
@@ -102,18 +93,6 @@ LARGE = Sizes(
     2e-2,
 )
 TINY = Sizes(IndexSpec(4, 16, 5), LatentSpec(4, 16, 8, 8, 8, 0.25, 5), ((1, 40), (3, 24)), 4, torch.float32, 2, 1e-4)
-
-
-class Contender(NamedTuple):
-    """Something that may be timed. `run` takes the layer."""
-
-    run: Callable[[int], Tensor]
-    check: Callable[[Tensor], str | None]
-    """What is wrong with the result of the last layer; None if nothing is."""
-
-
-Contenders: TypeAlias = Iterable[tuple[str, Callable[[], Contender]]]
-"""Names, and what makes the contender, which may take minutes to compile."""
 
 
 @dataclass(eq=False)
@@ -193,7 +172,7 @@ def draw(step: Step, *shape: int) -> Tensor:
     return torch.randn(shape, device=step.device).to(step.sizes.dtype)
 
 
-def index_contenders(step: Step, spec: IndexSpec) -> Contenders:
+def index_contenders(step: Step, spec: IndexSpec) -> Entrants:
     inputs = IndexInputs(
         draw(step, step.rows, spec.num_q_heads, spec.head_dim),
         draw(step, step.rows, spec.head_dim),
@@ -219,19 +198,19 @@ def index_contenders(step: Step, spec: IndexSpec) -> Contenders:
 
     out = torch.empty(step.rows, spec.top_k, dtype=torch.int32, device=step.device)
 
-    def make(place: str) -> Contender:
+    def make(place: str) -> Entrant:
         plan = step.plan(place)
 
         def run(layer: int) -> Tensor:
             plan.run(layer, inputs, out)
             return out
 
-        return Contender(run, check)
+        return Entrant(run, check)
 
     return [(name, partial(make, place)) for name, place in INDEXERS.items()]
 
 
-def choice_contenders(step: Step, spec: IndexSpec) -> Contenders:
+def choice_contenders(step: Step, spec: IndexSpec) -> Entrants:
     module = "sightline.kernels.triton.choose:"
     config = resolve_name(f"{module}ChoiceConfig").of(spec.top_k, step.tokens)
     scores = torch.randn(step.sizes.layers, step.rows, step.tokens, device=step.device)
@@ -254,8 +233,8 @@ def choice_contenders(step: Step, spec: IndexSpec) -> Contenders:
         expected = scores[-1].topk(spec.top_k, dim=1).indices.sort(dim=1).values
         return None if torch.equal(chosen.long().sort(dim=1).values, expected) else "another choice than torch.topk"
 
-    theirs = Contender(lambda layer: scores[layer].topk(spec.top_k, dim=1).indices, check)
-    return [("triton", lambda: Contender(ours, check)), ("torch.topk", lambda: theirs)]
+    theirs = Entrant(lambda layer: scores[layer].topk(spec.top_k, dim=1).indices, check)
+    return [("triton", lambda: Entrant(ours, check)), ("torch.topk", lambda: theirs)]
 
 
 class Attention(NamedTuple):
@@ -306,20 +285,20 @@ class Attention(NamedTuple):
         return None
 
 
-def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path | None) -> Contenders:
+def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path | None) -> Entrants:
     step, inputs = attention.step, attention.inputs
     out = torch.empty(step.rows, spec.num_q_heads, spec.value_dim, dtype=step.sizes.dtype, device=step.device)
 
-    def make(place: str) -> Contender:
+    def make(place: str) -> Entrant:
         plan = step.plan(place)
 
         def run(layer: int) -> Tensor:
             plan.run(layer, inputs, out)
             return out
 
-        return Contender(run, lambda found: attention.check(spec, found, projects=True))
+        return Entrant(run, lambda found: attention.check(spec, found, projects=True))
 
-    found: list[tuple[str, Callable[[], Contender]]] = [
+    found: list[tuple[str, Callable[[], Entrant]]] = [
         (f"{name}, whole layer", partial(make, place)) for name, place in ATTENDERS.items()
     ]
     found.append(("what surrounds a kernel: to subtract", partial(surrounding_contender, attention, spec)))
@@ -328,7 +307,7 @@ def attention_contenders(attention: Attention, spec: LatentSpec, flashmla: Path 
     return found
 
 
-def surrounding_contender(attention: Attention, spec: LatentSpec) -> Contender:
+def surrounding_contender(attention: Attention, spec: LatentSpec) -> Entrant:
     """A layer without its attention kernel: the new entries, the queries into the latent space and the values out."""
     step, inputs = attention.step, attention.inputs
     write = resolve_name("sightline.kernels.triton.write:write_latents")
@@ -343,10 +322,10 @@ def surrounding_contender(attention: Attention, spec: LatentSpec) -> Contender:
         project_values(latents, inputs.value_up, out)
         return out
 
-    return Contender(run, lambda found: attention.check(spec, found, projects=True))
+    return Entrant(run, lambda found: attention.check(spec, found, projects=True))
 
 
-def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) -> Contender:
+def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) -> Entrant:
     """The kernel of the library. Arguments that other versions have are left at their defaults or None."""
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     op = torch.ops.sgl_kernel.sparse_prefill_fwd.default
@@ -363,10 +342,10 @@ def flashmla_contender(attention: Attention, spec: LatentSpec, library: Path) ->
         found: Tensor = op(**arguments)[0]
         return found
 
-    return Contender(run, lambda found: attention.check(spec, found, projects=False))
+    return Entrant(run, lambda found: attention.check(spec, found, projects=False))
 
 
-def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> Contenders:
+def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> Entrants:
     """The decode kernel over the slots, with other sizes of programs."""
     shares = "sightline.kernels.triton.decode_shares:"
     decode = resolve_name("sightline.kernels.triton.latent_decode:decode_latent")
@@ -396,65 +375,8 @@ def sweep_contenders(attention: Attention, spec: LatentSpec, device: Device) -> 
                 return out
 
             name = f"heads {heads}, block {block}, warps {warps}, depth {depth}, programs {programs}"
-            contender = Contender(run, lambda found: attention.check(spec, found, projects=False))
-            yield name, partial(Contender, *contender)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Checks and times contenders."""
-
-    device: Device
-    rates: Rates
-    effort: TimingBudget
-    layers: int
-    budgets: defaultdict[str, Budget] = field(compare=False)
-    """How long each contender may still be made and tried."""
-
-    def report(self, title: str, cost: Cost, contenders: Contenders) -> None:
-        floor = self.rates.floor(cost)
-        head = f"\n## {title}\n\nfloor {floor * 1e6:.1f} µs\n\n| contender | µs | times the floor |\n|---|---|---|"
-        print(head, flush=True)
-        tasks: dict[str, TimedTask] = {}
-        between = Between(self.device.torch_device)
-        for name, make in contenders:
-            try:
-                with self.budgets[name].spend():
-                    contender = make()
-                    wrong = contender.check(contender.run(self.layers - 1))
-                    if wrong is None:
-                        tasks[name] = self._task(contender, between)
-                        continue
-            except OutOfTime:
-                wrong = "skipped: its budget of seconds is used up"
-            except Exception as error:  # A contender that fails must not end the run.
-                wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            print(f"| {name} | {wrong} | |", flush=True)
-        empty = self._task(Contender(between.no_layer, lambda _: None), between) if tasks else None
-        self._print(tasks if empty is None else {**tasks, "": empty}, floor)
-
-    def _print(self, tasks: Mapping[str, TimedTask], floor: float) -> None:
-        times = time_in_turns(tasks, clock_of(self.device), self.effort)
-        between = times.pop("").median if "" in times else 0.0
-        for name, taken in times.items():
-            seconds = max(taken.median - between, 0.0)
-            print(f"| {name} | {seconds * 1e6:.1f} | {seconds / floor:.2f} |", flush=True)
-
-    def _task(self, contender: Contender, between: Between) -> TimedTask:
-        if self.device.torch_device.type != "cuda":
-            return eager_task(contender.run, self.layers)
-        try:
-            captured = capture(contender.run, self.layers, between)
-            captured.out.fill_(-1)
-            captured.graph.replay()
-            wrong = contender.check(captured.out)
-        except Exception as error:  # Whatever cannot be captured is timed from the host.
-            wrong = f"{type(error).__name__}"
-            torch.cuda.synchronize()
-        if wrong is None:
-            return captured.task()
-        print(f"| timed from the host: {wrong} in a graph | | |", flush=True)
-        return eager_task(contender.run, self.layers)
+            contender = Entrant(run, lambda found: attention.check(spec, found, projects=False))
+            yield name, partial(Entrant, *contender)
 
 
 def index_cost(step: Step, spec: IndexSpec) -> Cost:
@@ -471,7 +393,7 @@ def attention_cost(step: Step, spec: LatentSpec) -> Cost:
     return Cost(pairs * spec.head_dim * step.cache_dtype.itemsize, operations)
 
 
-def run_parts(parts: Sequence[str], bench: Bench, sizes: Sizes, flashmla: Path | None) -> None:
+def run_parts(parts: Sequence[str], bench: Contest, sizes: Sizes, flashmla: Path | None) -> None:
     where, index, latent = bench.device.torch_device, sizes.index, sizes.latent
     for rows, tokens in sizes.shapes:
         for dtype in (sizes.dtype, FP8) if "index" in parts else ():
@@ -508,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = measure_rates(device, sizes.dtype)
     print(f"{device.name}: {rates.bytes_per_second / 1e12:.2f} TB/s, {rates.operations_per_second / 1e12:.0f} TFLOP/s")
     effort = TimingBudget(rounds=1, sample_seconds=1e-6) if options.cpu else TimingBudget()
-    bench = Bench(device, rates, effort, sizes.layers, defaultdict(lambda: Budget(options.budget)))
+    bench = Contest(device, rates, effort, sizes.layers, defaultdict(lambda: Budget(options.budget)))
     with torch.inference_mode():
         run_parts(options.parts, bench, sizes, options.flashmla)
 

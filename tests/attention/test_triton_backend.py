@@ -15,10 +15,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sightline.attention.backends.triton.backend import TritonBackend
+from sightline.attention.backends.triton.compressed_backend import TritonCompressedBackend
+from sightline.attention.backends.triton.compressed_index_backend import TritonCompressedIndexBackend
 from sightline.attention.backends.triton.index_backend import TritonIndexBackend
 from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
+from sightline.attention.oracle.dtypes import cache_dtypes
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.testing.conformance.checks import CHECKS
@@ -40,12 +43,12 @@ pytestmark = [
 
 def narrowed(kind: Kind, dtype: torch.dtype, head_dim: int, groups: set[int], pages: set[int]) -> Subject:
     """The row that computes in the dtype, of few sizes, as if it were for a CPU."""
-    row: Capability = next(row for row in kind.capabilities if dtype in row.dtypes)
+    rows: list[Capability] = [row for row in kind.capabilities if dtype in row.dtypes]
     narrow = replace(
-        row,
+        rows[0],
         devices=frozenset({DeviceKind.CPU}),
-        # Two rows of the backend as one.
-        cache_dtypes=frozenset({dtype, torch.float8_e4m3fn}),
+        # The rows of the backend as one.
+        cache_dtypes=frozenset(each for row in rows for each in cache_dtypes(row)),
         head_dims=frozenset({head_dim}),
         group_sizes=frozenset(groups),
         page_sizes=frozenset(pages),
@@ -74,6 +77,8 @@ INDEX = (
     "cache-dtypes",
     "lanes",
 )
+COMPRESSED = ("padding", "empty-rows", "transient", "cut-anywhere", "entry-pages", "chosen-numbers", "sink-weights")
+COMPRESSED_INDEX = ("padding", "transient", "entries", "cut-anywhere", "gates", "entry-pages")
 LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
 
 
@@ -91,8 +96,13 @@ LATENT_FEATURES = ("heads", "lse", "host-bounds", "cache-saturation")
         ),
         (TritonLatentBackend, FP32, 24, SPARSE),
         (TritonIndexBackend, FP32, 16, INDEX),
+        pytest.param(TritonCompressedBackend, FP32, 16, COMPRESSED, marks=pytest.mark.slow),
+        pytest.param(TritonCompressedIndexBackend, FP32, 16, COMPRESSED_INDEX, marks=pytest.mark.slow),
     ],
-    ids=["softmax-fp32", "softmax-bf16", "latent-fp32", "latent-bf16", "latent-sparse", "index"],
+    ids=[
+        *("softmax-fp32", "softmax-bf16", "latent-fp32", "latent-bf16", "latent-sparse", "index"),
+        *("compressed", "compressed-index"),
+    ],
 )
 def test_narrowed_rows_pass_checks_of_the_kit(
     kind: Kind, dtype: torch.dtype, head_dim: int, names: Sequence[str]

@@ -67,7 +67,7 @@ def test_the_rig_notices_a_different_choice() -> None:
 
         def __init__(self, context: object) -> None:
             super().__init__(context)  # type: ignore[arg-type]
-            self._choice = replace(self._choice, top_k=SPEC.top_k - 1)
+            self._chooser.choice = replace(self._chooser.choice, top_k=SPEC.top_k - 1)
 
     with pytest.raises(AssertionError):
         check_choice(CASES["few"], OneFewer)

@@ -54,7 +54,8 @@ def test_each_package_is_told_once_with_what_it_brings_and_how_to_get_it() -> No
         assert each.line.startswith(f"{each.package} is not installed: ")
         assert "pip install 'sightline[" in each.line
         assert len(each.line.splitlines()) == 1
-    assert missing[0].backends == ("triton", "triton-latent", "triton-recurrent", "triton-convolution", "triton-index")
+    kinds = ("latent", "recurrent", "convolution", "index", "compressed", "compressed-index")
+    assert missing[0].backends == ("triton", *(f"triton-{kind}" for kind in kinds))
 
 
 def test_on_a_cpu_they_are_said_to_serve_cuda_devices_only() -> None:

@@ -173,15 +173,17 @@ class CompressedBench:
         max_rows: int = 6,
         max_step_tokens: int = 400,
         paranoid: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         self.dtype = dtype
+        self.device = device
         self.groups = group_layers(SPECS, indexers=INDEXERS)
         pages = max_rows * -(-max_len // page_size) + 1
         limits = CacheLimits(pages, page_size, max_rows, max_len, states_per_row=8, max_checkpoints=12)
-        self.store = CacheStore([group.cache_spec(dtype) for group in self.groups], limits, CPU, poison=True)
+        self.store = CacheStore([group.cache_spec(dtype) for group in self.groups], limits, device, poison=True)
         arrange_free_pages(self.store, layout)
         self.poison()
-        workspace = Workspace(CPU, 1 << 30, poison=True)
+        workspace = Workspace(device, 1 << 30, poison=True)
         step_limits = StepLimits(max_rows, max_step_tokens, max_len, (MAIN_LANE,), max_rollout=0)
         bindings = [self._bind(group, backends[group.spec.kind], workspace, step_limits) for group in self.groups]
         self.planner = Planner(bindings, step_limits, self.store.lengths, workspace, paranoid=paranoid)
@@ -197,7 +199,7 @@ class CompressedBench:
         cache = self.store.cache(group.name)
         coordinator = ResidentEntries(cache)
         context = BackendContext(
-            group.name, group.spec, cache, workspace, limits, self.dtype, CPU, inline_launcher(), coordinator
+            group.name, group.spec, cache, workspace, limits, self.dtype, self.device, inline_launcher(), coordinator
         )
         return GroupBinding.alone(group, cache, backend(context), backend.capabilities[0])
 
@@ -221,7 +223,7 @@ class CompressedBench:
 
     def plan(self, parts: Sequence[TextPart], *, transient: bool = False, padded: int = 0) -> PlannedBatch:
         work = [part.work for part in parts]
-        batch = assemble_transient(work, CPU) if transient else assemble(work, self.store)
+        batch = assemble_transient(work, self.device) if transient else assemble(work, self.store)
         return self.planner.plan(_padded(batch, padded))
 
     def run(self, parts: Sequence[TextPart], *, transient: bool = False, padded: int = 0) -> StepFound:
@@ -239,8 +241,8 @@ class CompressedBench:
             if layer in INDEXERS:
                 found = planned.choose(layer, self._joined_index(parts, layer, count))
                 chosen[layer] = None if found is None else found.clone()
-            out = torch.full((count, HEADS, DIM), torch.nan, dtype=self.dtype)
-            planned.attend(layer, self._joined(parts, layer, count, chosen.get(layer)), out)
+            out = torch.full((count, HEADS, DIM), torch.nan, dtype=self.dtype, device=self.device)
+            planned.attend(layer, self.joined(parts, layer, count, chosen.get(layer)), out)
             outputs.append(out)
         return StepFound(chosen, tuple(outputs))
 
@@ -255,7 +257,7 @@ class CompressedBench:
             for layer, out in enumerate(found.outputs):
                 wanted = part.text.outputs[layer][own]
                 torch.testing.assert_close(
-                    out[tokens].float(), wanted, atol=tolerance, rtol=tolerance, msg=f"layer {layer} of {part}"
+                    out[tokens].float().cpu(), wanted, atol=tolerance, rtol=tolerance, msg=f"layer {layer} of {part}"
                 )
             first = tokens.stop
 
@@ -265,12 +267,25 @@ class CompressedBench:
         for part in parts if commit else ():
             self.store.lengths.commit(part.row, part.stop)
 
-    def _joined(self, parts: Sequence[TextPart], layer: int, count: int, chosen: Tensor | None) -> CompressedInputs:
+    def joined(
+        self, parts: Sequence[TextPart], layer: int, count: int, chosen: Tensor | None = None
+    ) -> CompressedInputs:
+        """A layer's inputs of a step, NaN for padding tokens."""
         joined = _join([part.text.inputs[layer].part(slice(part.start, part.stop)) for part in parts], count)
-        return replace(joined, chosen=chosen)
+        return replace(_moved(joined, self.device), chosen=chosen)
 
     def _joined_index(self, parts: Sequence[TextPart], layer: int, count: int) -> CompressedIndexInputs:
-        return _join([part.text.index_inputs[layer].part(slice(part.start, part.stop)) for part in parts], count)
+        joined = _join([part.text.index_inputs[layer].part(slice(part.start, part.stop)) for part in parts], count)
+        return _moved(joined, self.device)
+
+
+def _moved(inputs: InputsT, device: torch.device) -> InputsT:
+    """The same inputs on a device."""
+    found: dict[str, Any] = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
+    for name, value in found.items():
+        if value is not None:
+            found[name] = value.to(device) if isinstance(value, Tensor) else _moved(value, device)
+    return replace(inputs, **found)
 
 
 def _padded(batch: Batch, count: int) -> Batch:

@@ -20,6 +20,15 @@ from triton.runtime.jit import JITFunction, KernelInterface
 from sightline.kernels.hot_entries import HotBuffer, TurnRows
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.choose import Candidates, ChoiceConfig, choose_places
+from sightline.kernels.triton.compressed_attention import (
+    CompressedLayer,
+    SeenEntries,
+    attend_compressed,
+    choose_compressed,
+    pieces_of,
+)
+from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewEntries, NewKeys, keep_tokens
+from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, count_keys
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.expert_groups import group_choices, tile_table
@@ -148,23 +157,55 @@ def compile_latent_decode(num_heads: int, cache_dtype: torch.dtype) -> None:
     project_real(found, value_up, real, meta(TOKENS, num_heads, 128), overlaps=True, early=True)
 
 
-def compile_index(dtype: torch.dtype, cache_dtype: torch.dtype, longest_query: int, *, paged: bool) -> None:
-    """DeepSeek's indexer: 64 heads, 128 wide, 2,048 of 131,072 tokens."""
+def compile_index(
+    dtype: torch.dtype, cache_dtype: torch.dtype, longest_query: int, *, paged: bool, ratio: int = 1
+) -> None:
+    """DeepSeek's indexer: 64 heads, 128 wide, 2,048 of 131,072 tokens, or of keys that stand for several."""
     config = choose_score_config(dtype, 64, 128, longest_query, shared_bytes=CHIP["shared_bytes"])
     codes, scales = meta(SLOTS, 128, dtype=cache_dtype), meta(SLOTS, 1, dtype=FP32) if cache_dtype is FP8 else None
     write_index_keys(meta(TOKENS, 128, dtype=dtype), codes, scales, meta(TOKENS, dtype=INT64))
     tiles = Tiles(meta(8, FIELDS, dtype=torch.int32), config.queries)
     tokens, counts = (meta(8 * config.queries, dtype=torch.int32) for _ in range(2))
-    list_queries(tiles, tokens, counts)
+    list_queries(tiles, tokens, counts, ratio)
     choice, queries = ChoiceConfig.of(2048, 131_072), 8 * config.queries
     scores, out = meta(queries, 131_072, dtype=FP32), meta(TOKENS, 2048, dtype=torch.int32)
-    keys = IndexKeys(codes, scales, meta(9, 2048, dtype=INT64) if paged else None, PAGE_SIZE)
+    keys = IndexKeys(codes, scales, meta(9, 2048, dtype=INT64) if paged else None, PAGE_SIZE, ratio)
     q, weights = meta(TOKENS, 64, 128, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
     score_keys(q, weights, keys, tiles, slice(0, 8), 131_072, scores, config, multiprocessors=CHIP["multiprocessors"])
     room = [
         Candidates(meta(queries, size, dtype=FP32), meta(queries, size, dtype=torch.int32)) for size in choice.sizes
     ]
     choose_places(scores, tokens, counts, room[1:], out, choice)
+
+
+def compile_compressed(
+    num_heads: int, ratio: int, top_k: int | None, *, decodes: bool, dtype: torch.dtype = BF16
+) -> None:
+    """Heads of 512 over a window of 128 and entries of DeepSeek V4, in pages of 256."""
+    config = choose_compressed(512, num_heads, dtype, **CHIP)
+    rows = TokenRows(meta(TOKENS + 1, dtype=INT64), meta(TOKENS, dtype=torch.int32))
+    slots = TokenSlots(meta(TOKENS, dtype=INT64), meta(TOKENS, dtype=INT64))
+    tokens = CompressedTokens(rows, meta(TOKENS, dtype=INT64), slots)
+    keys = SeenKeys(128, ratio, top_k or 0, decodes)
+    table = decode_rows()
+    count_keys(tokens, keys, config.block, table.query_lens, table.context_lens)
+    key, window = meta(TOKENS, 512, dtype=dtype), meta(9, 128, 512, dtype=dtype)
+    rule = new = choice = seen = entries = None
+    if ratio:
+        overlap, entries = ratio == 4, meta(SLOTS, 512, dtype=dtype)
+        places = EntryPages.of(meta(9, SLOTS, dtype=INT64), meta(TOKENS, dtype=INT64), 256, ratio)
+        found = None if top_k is None else meta(TOKENS, top_k, dtype=torch.int32)
+        rule, seen = CompressionRule(ratio, overlap, 64, 1e-6), SeenEntries(places, found)
+        values, turn = meta(TOKENS, 1024 if overlap else 512, dtype=dtype), meta(TOKENS, 32, dtype=FP32)
+        sums = meta(9, 3 if overlap else 1, 3, 512, dtype=FP32)
+        slots_of = meta(TOKENS, dtype=INT64)
+        new = NewEntries(values, values, meta(512, dtype=FP32), turn, turn, sums, entries, slots_of)
+        choice = None if found is None else NewChoice(meta(TOKENS, top_k or 0, dtype=torch.int32), places, found)
+    keep_tokens(tokens, rule, new, NewKeys(key, window), choice, overlaps=True)
+    layer = CompressedLayer(key, window, entries, meta(num_heads, dtype=FP32), 0.04)
+    scratch = decode_scratch(config, 512 // pieces_of(config, 512))
+    q, out = meta(TOKENS, num_heads, 512, dtype=dtype), meta(TOKENS, num_heads, 512, dtype=dtype)
+    attend_compressed(q, layer, tokens, keys, seen, slice(0, TOKENS), table, scratch, config, out)
 
 
 def tiles_for(config: ExtendConfig, group_size: int) -> Tiles:
@@ -365,10 +406,17 @@ def main() -> None:
     compile_latent_decode(128, BF16)
     compile_latent_decode(16, FP8)
     compile_index(BF16, BF16, 1, paged=True)
+    compile_index(BF16, BF16, 1, paged=True, ratio=4)
     compile_index(BF16, FP8, 1, paged=True)
     compile_index(BF16, FP8, 64, paged=True)
     compile_index(BF16, BF16, 64, paged=False)
     compile_index(FP32, FP32, 64, paged=True)
+    compile_compressed(64, 0, None, decodes=True)
+    compile_compressed(64, 4, 512, decodes=True)
+    compile_compressed(64, 4, 512, decodes=False)
+    compile_compressed(64, 128, None, decodes=True)
+    compile_compressed(16, 4, 512, decodes=True, dtype=FP32)
+    compile_compressed(32, 4, None, decodes=False)
     compile_extend()
     compile_operations(BF16, 4096, 128)
     compile_operations(FP32, 576, 80)

@@ -96,6 +96,18 @@ BUILT_IN: tuple[Candidate, ...] = (
         _TRITON,
     ),
     _own("triton-index", _lazily("triton.index_backend:TritonIndexBackend"), triton_rows.INDEX_ROWS, _TRITON),
+    _own(
+        "triton-compressed",
+        _lazily("triton.compressed_backend:TritonCompressedBackend"),
+        triton_rows.COMPRESSED_ROWS,
+        _TRITON,
+    ),
+    _own(
+        "triton-compressed-index",
+        _lazily("triton.compressed_index_backend:TritonCompressedIndexBackend"),
+        triton_rows.COMPRESSED_INDEX_ROWS,
+        _TRITON,
+    ),
     _own("flashinfer", _lazily("flashinfer.backend:FlashInferBackend"), flashinfer_rows.ROWS, _FLASHINFER),
     _own(
         "flashinfer-latent",

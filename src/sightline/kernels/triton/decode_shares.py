@@ -137,11 +137,15 @@ def merge_parts(
     config: DecodeConfig,
     num_rows: int,
     num_kv_heads: int,
+    pieces: int = 1,
 ) -> None:
-    """Merges the parts of cut tiles into `out` [num_tokens, num_q_heads, value_dim]."""
+    """Merges the parts of cut tiles into `out` [num_tokens, num_q_heads, value_dim].
+
+    A tile may have a piece of the values alone, of `pieces` equal ones: those of a group of heads are side by side.
+    """
     _, num_q_heads, value_dim = out.shape
-    group = num_q_heads // num_kv_heads
-    tiles = num_rows * num_kv_heads * config.num_subgroups(group)
+    group, value_dim = num_q_heads // num_kv_heads, value_dim // pieces
+    tiles = num_rows * num_kv_heads * config.num_subgroups(group) * pieces
     merged, heads = min(tiles, config.num_programs), min(config.heads, group)
     parts, values = _merge_sizes(tiles, value_dim, config.num_programs)
     _merge_kernel[(merged, heads, triton.cdiv(value_dim, values))](
@@ -162,6 +166,7 @@ def merge_parts(
         SINKS=sinks is not None,
         LSE=lse is not None,
         FP8=v_scale is not None,
+        PIECES=pieces,
         num_warps=1,
         **config.launch(),
     )
@@ -285,20 +290,24 @@ def _divide_kernel(
 
 
 @triton.jit
-def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The offsets of a block's entries: one for the block, and one for each key that is added to it.
+def block_places(
+    table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr = 1
+):  # fmt: skip
+    """The offsets of a block's entries: one for the block, and one for each key that is added to it. Of `APART` pages,
+    the last has entries.
 
     A block within one page needs one look-up in the table, and 32-bit offsets within the page unless pages are very
     large. (Offsets from the start of the block would always be small, but the compiled code is a quarter slower with
     128 latent heads.)
     """
     if PAGE_SIZE % BLOCK == 0:
-        first = tl.load(table + start // PAGE_SIZE) * PAGE_SIZE * slot_stride
+        first = tl.load(table + start // PAGE_SIZE * APART + (APART - 1)) * PAGE_SIZE * slot_stride
         in_page = key % PAGE_SIZE
         places = (in_page if PAGE_SIZE <= _SMALL_PAGE else in_page.to(tl.int64)) * slot_stride
     else:
         first = tl.zeros([], tl.int64)
-        places = (tl.load(table + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+        page = tl.load(table + key // PAGE_SIZE * APART + (APART - 1))
+        places = (page * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
     return first, places
 
 
@@ -364,9 +373,12 @@ def next_row(query_lens, row_tokens, context_lens, table_rows, row):
 @triton.jit
 def finish(
     out, lse, sinks, token, heads, num_heads, values, largest, total, v_scale, value, in_heads,
-    SINKS: tl.constexpr, LSE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, VALUE_DIM: tl.constexpr, piece=0, PIECES: tl.constexpr = 1,
 ):  # fmt: skip
-    """Writes the result of a query for some heads; `values` [heads, value] is not divided by `total` yet."""
+    """Writes the result of a query for some heads; `values` [heads, value] is not divided by `total` yet.
+
+    These are one of several pieces of `VALUE_DIM` values each.
+    """
     if SINKS:
         sink = tl.load(sinks + heads, mask=in_heads, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(largest, sink)
@@ -375,7 +387,7 @@ def finish(
         total = total * shrink + tl.exp2(sink - higher)
         largest = higher
     values = values * (v_scale / total)[:, None]
-    place = out + (token.to(tl.int64) * num_heads + heads)[:, None] * VALUE_DIM + value[None, :]
+    place = out + ((token.to(tl.int64) * num_heads + heads) * PIECES + piece)[:, None] * VALUE_DIM + value[None, :]
     tl.store(place, values.to(out.dtype.element_ty), mask=in_heads[:, None] & (value < VALUE_DIM)[None, :])
     if LSE:
         tl.store(lse + token * num_heads + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
@@ -386,7 +398,7 @@ def _merge_kernel(
     out, lse, sinks, v_scales, cuts, part_out, part_stats, num_q_heads, group, subgroups,
     VALUE_DIM: tl.constexpr, VALUES: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, OVERLAPS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, PIECES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program merges some values of one head of a tile, if it is cut."""
     head_in_unit = tl.program_id(1)
@@ -397,6 +409,7 @@ def _merge_kernel(
     cut = cuts + tl.program_id(0) * FIELDS
     is_cut, token, heads_index = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
     first, last = tl.load(cut + 3), tl.load(cut + 4)
+    piece, heads_index = heads_index % PIECES, heads_index // PIECES
     in_group = (heads_index % subgroups) * HEADS + head_in_unit
     if (is_cut != 0) & (in_group < group):
         head = (heads_index // subgroups) * group + in_group
@@ -424,7 +437,7 @@ def _merge_kernel(
         one = tl.zeros([1], tl.int32)
         finish(
             out, lse, sinks, token, head + one, num_q_heads, gathered, largest, total, v_scale, value,
-            one == 0, SINKS, LSE, VALUE_DIM,
+            one == 0, SINKS, LSE, VALUE_DIM, piece, PIECES,
         )  # fmt: skip
 
 

@@ -42,6 +42,11 @@ class IndexKeys:
     pages: Tensor | None
     """[num_table_rows, max_pages] int64; None if the keys are those of the step, row after row."""
     page_size: int
+    """Keys of a page."""
+    ratio: int = 1
+    """Tokens per key. A query sees the keys of which it has seen all tokens."""
+    apart: int = 1
+    """Pages that the tokens of a key fill, of which the last has the key."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +104,15 @@ def write_index_keys(key: Tensor, codes: Tensor, scales: Tensor | None, slots: T
     )  # fmt: skip
 
 
-def list_queries(tiles: Tiles, tokens: Tensor, counts: Tensor) -> None:
+def list_queries(tiles: Tiles, tokens: Tensor, counts: Tensor, ratio: int = 1) -> None:
     """Writes what each query of each tile is: its `tokens` [num_tiles * tile_tokens] int32 in the step, -1 if there is
-    none, and its `counts`, how many keys it sees under a causal mask."""
+    none, and its `counts`, how many keys of `ratio` tokens it sees under a causal mask."""
     queries = tiles.records.shape[0] * tiles.tile_tokens
     if queries == 0:
         return
     _list_queries[(triton.cdiv(queries, _BLOCK_QUERIES),)](
         tiles.records, tokens, counts, queries, tiles.tile_tokens,
-        FIELDS=FIELDS, BLOCK=_BLOCK_QUERIES, num_warps=4,
+        FIELDS=FIELDS, RATIO=ratio, BLOCK=_BLOCK_QUERIES, num_warps=4,
     )  # fmt: skip
 
 
@@ -141,7 +146,8 @@ def score_keys(
         keys.codes.stride(0), 0 if keys.scales is None else keys.scales.stride(0),
         0 if pages is None else pages.stride(0), scores.stride(0),
         NUM_HEADS=num_heads, HEADS=_padded(num_heads), HEAD_DIM=head_dim, DIMS=_padded(head_dim),
-        QUERIES=config.queries, PAGE_SIZE=keys.page_size, BLOCK=config.block, STAGES=config.num_stages,
+        QUERIES=config.queries, PAGE_SIZE=keys.page_size, RATIO=keys.ratio, APART=keys.apart, BLOCK=config.block,
+        STAGES=config.num_stages,
         FIELDS=FIELDS, FP8=keys.scales is not None, PAGED=pages is not None,
         INTERPRETED=q.device.type == "cpu",
         num_warps=warps_for(config.num_warps, config.block, keys.codes, q),
@@ -180,7 +186,9 @@ def _write_index_keys(
 
 
 @triton.jit(do_not_specialize=["num_queries", "tile_tokens"])
-def _list_queries(records, tokens, counts, num_queries, tile_tokens, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def _list_queries(
+    records, tokens, counts, num_queries, tile_tokens, FIELDS: tl.constexpr, RATIO: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """A program lists some queries."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < num_queries
@@ -192,7 +200,7 @@ def _list_queries(records, tokens, counts, num_queries, tile_tokens, FIELDS: tl.
     num_keys = tl.load(record + 4, mask=exists, other=0)
     is_query = (row >= 0) & (query < query_len)
     tl.store(tokens + index, tl.where(is_query, first_token + query, -1), mask=exists)
-    tl.store(counts + index, tl.where(is_query, num_keys - query_len + query + 1, 0), mask=exists)
+    tl.store(counts + index, tl.where(is_query, (num_keys - query_len + query + 1) // RATIO, 0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["first_tile"])
@@ -200,8 +208,8 @@ def _score_keys(
     q, weights, codes, scales, pages, records, scores, first_tile, run_keys,
     q_token, q_head, weights_token, weights_head, slot_stride, scale_stride, max_pages, scores_stride,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    FIELDS: tl.constexpr, FP8: tl.constexpr, PAGED: tl.constexpr, INTERPRETED: tl.constexpr,
+    QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, RATIO: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, FIELDS: tl.constexpr, FP8: tl.constexpr, PAGED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A program scores a run of keys for the queries of a tile."""
     tile = tl.program_id(1)
@@ -209,7 +217,7 @@ def _score_keys(
     row, first_query, first_token = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     query_len, num_keys, place = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
     context = num_keys - query_len
-    seen = context + tl.minimum(first_query + QUERIES, query_len)
+    seen = (context + tl.minimum(first_query + QUERIES, query_len)) // RATIO
     begin = tl.program_id(0) * run_keys
     if (row < 0) | (begin >= seen):
         return
@@ -227,14 +235,14 @@ def _score_keys(
     factors = factors.to(tl.float32)
     in_tile = tl.arange(0, QUERIES)
     target = scores + (tile * QUERIES + in_tile).to(tl.int64)[None, :] * scores_stride
-    limits = tl.where(first_query + in_tile < query_len, context + first_query + in_tile + 1, 0)
+    limits = tl.where(first_query + in_tile < query_len, (context + first_query + in_tile + 1) // RATIO, 0)
     for start in tl.range(begin, tl.minimum(begin + run_keys, seen), BLOCK, num_stages=STAGES):
         # Keys that are not seen are never read: a seen key is read instead and its score dropped.
         key = start + in_block
         read = tl.minimum(key, seen - 1)
         if PAGED:
             table = pages + place.to(tl.int64) * max_pages
-            first, slots = block_places(table, start, read, 1, PAGE_SIZE, BLOCK)
+            first, slots = block_places(table, start, read, 1, PAGE_SIZE, BLOCK, APART)
         else:
             first, slots = place.to(tl.int64), read
         keys = entries_of(codes + first * slot_stride, slots * slot_stride, dim, HEAD_DIM, DIMS)

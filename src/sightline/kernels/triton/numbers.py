@@ -68,10 +68,10 @@ def warps_for(wanted: int, rows: int, *loaded: Tensor) -> int:
     If Triton does not know that entries are aligned, it copies a block to shared memory by way of registers, and the
     warp-group product that version 3.6 generates for it reads out of bounds.
     """
-    return wanted if rows < WARP_GROUP_ROWS or all(map(_begins_on_borders, loaded)) else 2
+    return wanted if rows < WARP_GROUP_ROWS or all(map(begins_on_borders, loaded)) else 2
 
 
-def _begins_on_borders(tensor: Tensor) -> bool:
+def begins_on_borders(tensor: Tensor) -> bool:
     """True if Triton knows that entries are aligned: the address, every stride and the last dimension must be."""
     strides = all(stride == 1 or stride % BORDER == 0 for stride in tensor.stride())
     return strides and tensor.shape[-1] % BORDER == 0 and tensor.data_ptr() % 16 == 0

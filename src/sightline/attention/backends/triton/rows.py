@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
-from sightline.attention.kinds import LATENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
+from sightline.attention.kinds import COMPRESSED_FEATURES, LATENT_ONLY, SOFTMAX_ONLY, Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,4 +114,21 @@ def _index_row(dtype: torch.dtype) -> Capability:
 INDEX_ROWS: tuple[Capability, ...] = (
     *(_index_row(dtype) for dtype in _DTYPES),
     *(_narrow(_index_row(dtype)) for dtype in _DTYPES),
+)
+
+
+def _compressed_row(dtype: torch.dtype, kind: SpecKind) -> Capability:
+    return replace(
+        _row(dtype),
+        spec_kinds=frozenset({kind}),
+        # Not batch-invariant, like `_FEATURES`.
+        features=COMPRESSED_FEATURES - {Feature.BATCH_INVARIANT},
+        graph=GraphLevel.DECODE,
+        ranks=Ranks(prefill=40, decode=40, few=40),
+    )
+
+
+COMPRESSED_ROWS: tuple[Capability, ...] = tuple(_compressed_row(dtype, SpecKind.COMPRESSED) for dtype in _DTYPES)
+COMPRESSED_INDEX_ROWS: tuple[Capability, ...] = tuple(
+    _compressed_row(dtype, SpecKind.COMPRESSED_INDEX) for dtype in _DTYPES
 )
