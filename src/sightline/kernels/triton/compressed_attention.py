@@ -35,7 +35,7 @@ from sightline.kernels.triton.decode_shares import (
     num_blocks,
     weighed,
 )
-from sightline.kernels.triton.numbers import BORDER, begins_on_borders, product
+from sightline.kernels.triton.numbers import BORDER, begins_on_borders, product, warps_for
 from sightline.kernels.triton.overlap import wait_for_previous
 
 WARP_GROUP_HEADS = 64
@@ -138,6 +138,7 @@ def attend_compressed(
     chosen = None if entries is None else entries.slots
     pages = None if places is None else places.pages
     window = layer.window if slots is not None else None
+    loaded = [each for each in (layer.key, window, layer.entries) if each is not None]
     _attend_kernel[(config.num_programs,)](
         q, layer.key, window, layer.entries, layer.sinks, out,
         ring, tokens.context_lens, tokens.rows.offsets, pages, None if places is None else places.table_rows, chosen,
@@ -153,9 +154,9 @@ def attend_compressed(
         RING=window is not None, CONTEXT=tokens.context_lens is not None, CHOSEN=chosen is not None,
         PAGED=pages is not None,
         IN_PAGE=1 if places is None else places.in_page, APART=1 if places is None else places.apart,
-        ALIGNED=all(begins_on_borders(each) for each in (layer.key, window, layer.entries) if each is not None),
-        SUMMED=config.heads >= WARP_GROUP_HEADS,
-        INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
+        ALIGNED=all(map(begins_on_borders, loaded)), SUMMED=config.heads >= WARP_GROUP_HEADS,
+        INTERPRETED=q.device.type == "cpu", num_warps=warps_for(config.num_warps, config.heads, q, *loaded),
+        **config.launch(),
     )  # fmt: skip
     merge_parts(out[part], None, layer.sinks, None, scratch, config, num_tokens, 1, pieces)
 
