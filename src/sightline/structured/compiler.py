@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from sightline.core.errors import RequestError
 from sightline.core.structured import OutputKind, StructuredOutputs
-from sightline.structured.keywords import check_keywords
+from sightline.structured.keywords import MAX_INTERSECTED, check_intersections, check_keywords
 from sightline.structured.matcher import CompiledGrammar
 from sightline.structured.vocabulary import Vocabulary
 
@@ -144,6 +144,7 @@ def grammar_source(constraint: StructuredOutputs) -> str:
         case OutputKind.JSON:
             schema = json.loads(constraint.source)
             check_keywords(schema)
+            check_intersections(schema)
             if schema is False:
                 raise RequestError("expected structured_outputs json that admits something, got the schema false")
             return _of_schema("{}" if schema is True else constraint.source)
@@ -154,9 +155,19 @@ def grammar_source(constraint: StructuredOutputs) -> str:
         case OutputKind.CHOICE:
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, constraint.choice or ()))}")
         case OutputKind.GRAMMAR:
-            if "x-guidance" in constraint.source:
-                raise RequestError("expected structured_outputs grammar without x-guidance, which loosens it, got some")
+            _check_grammar(constraint.source)
             return LLMatcher.grammar_from_lark(constraint.source)
+
+
+def _check_grammar(source: str) -> None:
+    """Raises `RequestError` for parts of a grammar of which the cost or the strictness is not bounded."""
+    if "%json" in source:
+        raise RequestError("structured_outputs grammar with %json is not supported: its keywords are not checked")
+    if source.count("&") + source.count("~") >= MAX_INTERSECTED:
+        raise RequestError(
+            f"expected structured_outputs grammar with fewer than {MAX_INTERSECTED} of the characters & and ~, which "
+            "intersect and negate, got more"
+        )
 
 
 def _of_schema(text: str) -> str:

@@ -49,14 +49,15 @@ class GrammarMatcher:
     def consume(self, tokens: Sequence[int]) -> None:
         """Takes tokens that the grammar admits. Raises `GrammarError` at one that it refuses."""
         for token in tokens:
-            if not self._state.consume_token(token):
-                raise GrammarError(f"expected a token that the grammar admits, got {token}: {self._state.get_error()}")
+            # In an error, an end token is taken all the same.
+            if not self._state.consume_token(token) or self._state.is_error():
+                raise GrammarError(f"expected a token that the grammar admits, got {token}: {self._why()}")
             self.num_consumed += 1
 
     def rollback(self, count: int) -> None:
         """Takes the last tokens back."""
         if count and not self._state.rollback(count):
-            raise GrammarError(f"expected to take {count} tokens back, got: {self._state.get_error()}")
+            raise GrammarError(f"expected to take {count} tokens back, got: {self._why()}")
         self.num_consumed -= count
 
     def num_admitted(self, tokens: Sequence[int]) -> int:
@@ -76,4 +77,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._state.is_error():
-            raise GrammarError(f"expected a grammar that can be followed, got: {self._state.get_error()}")
+            raise GrammarError(f"expected a grammar that can be followed, got: {self._why()}")
+
+    def _why(self) -> str:
+        return " ".join(self._state.get_error().replace("<non-verbose/>", "").split())

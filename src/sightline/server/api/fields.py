@@ -70,12 +70,6 @@ def _refused(*groups: tuple[str, str, tuple[object, ...]]) -> Mapping[str, Unsup
 
 
 REFUSED = _refused(
-    ("structured output where nothing is generated", "response_format", (*_NOTHING, {"type": "text"})),
-    (
-        "structured output where nothing is generated",
-        "structured_outputs guided_json guided_regex guided_choice guided_grammar guided_json_object",
-        _NOTHING,
-    ),
     ("a choice of how structured output works", "guided_decoding_backend guided_whitespace_pattern", _NOTHING),
     ("structural tags in structured output", "structural_tag", _NOTHING),
     ("structured output under this name; send structured_outputs", "json_schema regex ebnf grammar", _NOTHING),
