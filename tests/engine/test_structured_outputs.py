@@ -21,7 +21,7 @@ from sightline.engine import live as live_module
 from sightline.engine.constraint import SequenceConstraint
 from sightline.llm import EngineSettings
 from sightline.runner.sampling import sampler as sampler_module
-from sightline.runner.sampling.masks import RowMasks
+from sightline.runner.sampling.masks import TokenMasks
 from sightline.scheduler.sequence import Draft
 from sightline.speculative import drafts as drafts_module
 from sightline.structured.matcher import CompiledGrammar, GrammarMatcher
@@ -377,7 +377,7 @@ def test_more_constraints_than_are_kept_are_compiled_once_each(folder: Path) -> 
 def _roll_rows(patch: pytest.MonkeyPatch) -> None:
     original = sampler_module.row_masks
 
-    def rolled(masks: Sequence[Any]) -> RowMasks | None:
+    def rolled(masks: Sequence[Any]) -> TokenMasks | None:
         return original([*masks[1:], *masks[:1]])
 
     patch.setattr(sampler_module, "row_masks", rolled)

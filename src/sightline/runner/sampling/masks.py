@@ -18,7 +18,7 @@ from torch import Tensor
 from sightline.core.transfer import sent
 
 
-class RowMasks(NamedTuple):
+class TokenMasks(NamedTuple):
     """The masks of some rows of logits, on the host."""
 
     rows: NDArray[numpy.int64]
@@ -27,16 +27,18 @@ class RowMasks(NamedTuple):
     """[num_masked, num_words]: bit i of word w is token 64 w + i."""
 
 
-def row_masks(masks: Sequence[NDArray[numpy.int64] | None]) -> RowMasks | None:
+def row_masks(masks: Sequence[NDArray[numpy.int64] | None]) -> TokenMasks | None:
     """The masks of all rows, None for rows without one; None if no row has one."""
     found = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
     if not found:
         return None
-    return RowMasks(numpy.array([row for row, _ in found], dtype=numpy.int64), numpy.stack([mask for _, mask in found]))
+    return TokenMasks(
+        numpy.array([row for row, _ in found], dtype=numpy.int64), numpy.stack([mask for _, mask in found])
+    )
 
 
 @contextmanager
-def masked(logits: Tensor, masks: RowMasks | None) -> Iterator[Tensor]:
+def masked(logits: Tensor, masks: TokenMasks | None) -> Iterator[Tensor]:
     """Sets the logits [num_rows, vocab_size] fp32 of tokens that may not come to -inf, and undoes it at the end."""
     if masks is None:
         yield logits
