@@ -21,7 +21,7 @@ from sightline.engine import live as live_module
 from sightline.engine.constraint import SequenceConstraint
 from sightline.llm import EngineSettings
 from sightline.runner.sampling import sampler as sampler_module
-from sightline.runner.sampling.masks import TokenMasks
+from sightline.runner.sampling.masks import TokenMasks, row_masks
 from sightline.scheduler.sequence import Draft
 from sightline.speculative import drafts as drafts_module
 from sightline.structured.matcher import CompiledGrammar, GrammarMatcher
@@ -33,12 +33,12 @@ from support.tiny_served_model import save_tiny_served_model
 
 MAX_TOKENS = 80
 EOS = 1
-GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, structured_outputs={"json": PERSON})  # type: ignore[arg-type]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, structured_outputs=StructuredOutputs(json=PERSON))
 SAMPLED = replace(GREEDY, temperature=1.0, seed=5)
-WORD = SamplingParams(temperature=1.0, seed=3, max_tokens=40, structured_outputs={"regex": "[a-f]{12}"})  # type: ignore[arg-type]
-TEXT = replace(SAMPLED, structured_outputs={"json": {"type": "string", "maxLength": 60}})
+WORD = SamplingParams(temperature=1.0, seed=3, max_tokens=40, structured_outputs=StructuredOutputs(regex="[a-f]{12}"))
+TEXT = replace(SAMPLED, structured_outputs=StructuredOutputs(json={"type": "string", "maxLength": 60}))
 """Nearly every token may follow, so that guesses are admitted that are wrong."""
-CHOICE = SamplingParams(temperature=0.0, structured_outputs={"choice": ["yes", "no"]})  # type: ignore[arg-type]
+CHOICE = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(choice=["yes", "no"]))
 PROMPTS = ["A person:", "Hello, world! " * 4]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 
@@ -219,7 +219,9 @@ def test_an_answer_ends_where_its_grammar_does(llm: LLM) -> None:
 
 
 def test_an_answer_may_end_where_its_grammar_lets_it(llm: LLM) -> None:
-    params = replace(WORD, structured_outputs={"regex": "[0-9]*"}, logit_bias={EOS: 4.0}, n=8, max_tokens=60)
+    params = replace(
+        WORD, structured_outputs=StructuredOutputs(regex="[0-9]*"), logit_bias={EOS: 4.0}, n=8, max_tokens=60
+    )
     for length in (0, 5):
         [output] = ask(llm, replace(params, min_tokens=length), ["x"])
         for each in output.outputs:
@@ -230,19 +232,21 @@ def test_an_answer_may_end_where_its_grammar_lets_it(llm: LLM) -> None:
 
 @pytest.mark.parametrize("kind", ["json_object", "choice", "grammar"])
 def test_every_kind_of_constraint_holds(llm: LLM, kind: str) -> None:
-    constraint = {
+    constraints: dict[str, dict[str, Any]] = {
         "json_object": {"json_object": True},
         "choice": {"choice": ["yes", "no", "ünïcode 😀", 'q"uote\\']},
         "grammar": {"grammar": 'start: "SELECT " NAME " FROM " NAME ";"\nNAME: /[a-z]{1,4}/'},
     }[kind]
-    params = SamplingParams(temperature=1.0, seed=2, max_tokens=120, n=6, structured_outputs=constraint)  # type: ignore[arg-type]
+    params = SamplingParams(
+        temperature=1.0, seed=2, max_tokens=120, n=6, structured_outputs=StructuredOutputs(**constraint)
+    )
     answers = [each for output in ask(llm, params) for each in output.outputs if each.finish_reason == "stop"]
     assert answers
     for each in answers:
         if kind == "json_object":
             assert type(json.loads(each.text)) is dict
         elif kind == "choice":
-            assert each.text in constraint["choice"]  # type: ignore[operator]
+            assert each.text in constraint["choice"]
         else:
             assert re.fullmatch("SELECT [a-z]{1,4} FROM [a-z]{1,4};", each.text)
 
@@ -350,7 +354,7 @@ def test_an_interruption_between_two_steps_loses_no_place_in_the_grammar(
 
 
 def test_what_cannot_be_held_is_refused_alone(folder: Path, llm: LLM) -> None:
-    wrong = replace(GREEDY, structured_outputs={"json": {"type": "array", "uniqueItems": True}})  # type: ignore[arg-type]
+    wrong = replace(GREEDY, structured_outputs=StructuredOutputs(json={"type": "array", "uniqueItems": True}))
     refused, fine = llm.generate(["x", "x"], [wrong, GREEDY], use_tqdm=False)
     assert refused.error is not None
     assert "'uniqueItems'" in refused.error
@@ -366,7 +370,7 @@ def test_what_cannot_be_held_is_refused_alone(folder: Path, llm: LLM) -> None:
 
 def test_more_constraints_than_are_kept_are_compiled_once_each(folder: Path) -> None:
     llm = tiny(folder)
-    params = [replace(WORD, structured_outputs={"regex": f"[a-f]{{2}}{each}"}) for each in range(80)]
+    params = [replace(WORD, structured_outputs=StructuredOutputs(regex=f"[a-f]{{2}}{each}")) for each in range(80)]
     outputs = llm.generate(["x"] * len(params), params, use_tqdm=False)
     assert [output.outputs[0].text[2:] for output in outputs] == [str(each) for each in range(80)]
     assert llm.engine.grammars is not None
@@ -375,7 +379,7 @@ def test_more_constraints_than_are_kept_are_compiled_once_each(folder: Path) -> 
 
 
 def _roll_rows(patch: pytest.MonkeyPatch) -> None:
-    original = sampler_module.row_masks
+    original = row_masks
 
     def rolled(masks: Sequence[Any]) -> TokenMasks | None:
         return original([*masks[1:], *masks[:1]])
