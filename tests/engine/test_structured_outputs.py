@@ -236,7 +236,8 @@ def test_every_kind_of_constraint_holds(llm: LLM, kind: str) -> None:
         "json_object": {"json_object": True},
         "choice": {"choice": ["yes", "no", "ünïcode 😀", 'q"uote\\']},
         "grammar": {"grammar": 'start: "SELECT " NAME " FROM " NAME ";"\nNAME: /[a-z]{1,4}/'},
-    }[kind]
+    }
+    constraint = constraints[kind]
     params = SamplingParams(
         temperature=1.0, seed=2, max_tokens=120, n=6, structured_outputs=StructuredOutputs(**constraint)
     )
