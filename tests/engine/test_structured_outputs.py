@@ -110,6 +110,20 @@ def test_answers_under_200_random_schemas_satisfy_them(folder: Path, settings: d
     llm.close()
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("settings", [{}, {"speculative_config": NGRAM}], ids=["plain", "ngram"])
+def test_answers_of_the_default_model_under_20_random_schemas_satisfy_them(settings: dict[str, object]) -> None:
+    llm, seeds = LLM(**cast("EngineSettings", {"cache_tokens": 8192, "max_num_seqs": 20, **settings})), range(20)
+    params = [held_to(seed, max_tokens=100) for seed in seeds]
+    outputs = llm.generate(["A value, as JSON: "] * len(seeds), params, use_tqdm=False)
+    done = [checked(each.outputs[0], whole_schema(seed), 100) for seed, each in zip(seeds, outputs, strict=True)]
+    assert sum(done) > 12
+    for seed in seeds[:3]:
+        pieces = list(llm.stream("A value, as JSON: ", params[seed]))
+        assert "".join(piece.text for piece in pieces) == outputs[seed].outputs[0].text
+    llm.close()
+
+
 def test_streams_give_the_same_answers_piece_by_piece(llm: LLM) -> None:
     seeds = range(6)
     outputs = llm.generate(["x"] * len(seeds), [held_to(seed) for seed in seeds], use_tqdm=False)
