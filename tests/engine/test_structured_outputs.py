@@ -137,7 +137,7 @@ def test_streams_give_the_same_answers_piece_by_piece(llm: LLM) -> None:
     "changes",
     [
         {},
-        {"temperature": 1.0, "seed": 5},
+        pytest.param({"temperature": 1.0, "seed": 5}, marks=pytest.mark.prove),
         {"temperature": 1.0, "seed": 5, "n": 3, "logprobs": 2},
         {"temperature": 0.9, "seed": 6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -161,10 +161,10 @@ def test_other_parameters_choose_among_what_the_grammar_allows(llm: LLM, changes
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 16},
-        {"prefix_caching": False},
+        pytest.param({"max_num_batched_tokens": 16}, marks=pytest.mark.prove),
+        pytest.param({"prefix_caching": False}, marks=pytest.mark.prove),
         {"async_scheduling": True},
-        {"cache_tokens": 200, "max_model_len": 190},
+        pytest.param({"cache_tokens": 200, "max_model_len": 190}, marks=pytest.mark.prove),
         {"cache_tokens": 200, "max_model_len": 190, "async_scheduling": True, "max_num_batched_tokens": 24},
     ],
     ids=str,

@@ -58,7 +58,7 @@ class MaskedWork:
     masked_seconds: float
     """Of a step with a mask for each row, likewise."""
     fill_seconds: float
-    """Of filling one mask on the host, on average over an answer."""
+    """A core's time of filling one mask, on average over the answers."""
     num_ended: int
     """Answers that ended before the limit of their tokens. All are valid."""
     num_answers: int
@@ -195,14 +195,14 @@ def _round(engine: Engine, prompts: Prompts, params: SamplingParams, num_steps: 
 
 
 def _checked(engine: Engine, held: SamplingParams, output: RequestOutput) -> float:
-    """Leads a matcher through an answer; returns the seconds of a mask. Raises if the answer does not hold."""
+    """Leads a matcher through an answer; returns a core's seconds for a mask. Raises if the answer does not hold."""
     pending = engine.prepare(held)
     assert pending is not None
     matcher, seconds, [answer] = pending.result().matcher(), list[float](), output.outputs
     for token in answer.token_ids:
-        start = time.perf_counter()
+        start = time.thread_time()
         matcher.mask()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
         matcher.consume([token])
     if answer.finish_reason == "stop":
         json.loads(answer.text)
