@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sightline.core.request import EffectiveParams, LogitBias
 from sightline.runner.sampling.adjust import TokenAdjustment
-from sightline.runner.sampling.masks import masked, row_masks
+from sightline.runner.sampling.masks import masked, row_masks, unpacked
 from sightline.runner.sampling.sampler import RowSampling, choose, choose_unread
 
 VOCAB = 150
@@ -105,3 +105,20 @@ def test_bits_mean_the_same_wherever_they_are_unpacked() -> None:
         assert (values[0] == 0.0).nonzero().squeeze(1).tolist() == [0, 63, 64, 149]
         assert (values[1] == 0.0).all()
     assert (logits == 0.0).all()
+
+
+def test_a_device_unpacks_bits_as_the_host_does() -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (3, 5), generator=torch.Generator().manual_seed(2))
+    expected = numpy.unpackbits(words.numpy().view(numpy.uint8), axis=1, bitorder="little")
+    assert numpy.array_equal(unpacked(words).numpy(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_masks_leave_the_same_tokens_on_a_gpu() -> None:
+    logits, rows = logits_of(8), drawn_rows()
+    expected = choose(logits, rows).tokens.tolist()
+    on_device = logits.cuda()
+    assert choose(on_device, rows).tokens.tolist() == expected
+    assert torch.equal(on_device.cpu(), logits)
+    assert choose(on_device[:3], greedy_rows()).tokens.tolist() == choose(logits[:3], greedy_rows()).tokens.tolist()

@@ -58,6 +58,11 @@ def _hidden(words: Tensor, vocab_size: int) -> Tensor:
     if words.device.type == "cpu":
         bits = numpy.unpackbits(words.numpy().view(numpy.uint8), axis=1, count=vocab_size, bitorder="little")
         return torch.from_numpy(bits == 0)
+    return unpacked(words)[:, :vocab_size] == 0
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """The bits of words [num_masked, num_words] int64 as [num_masked, 64 num_words] uint8, on any device."""
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
-    bits_of_bytes = words.view(torch.uint8).unsqueeze(-1).bitwise_right_shift(places).bitwise_and_(1)
-    return bits_of_bytes.view(words.shape[0], -1)[:, :vocab_size] == 0
+    bits = words.view(torch.uint8).unsqueeze(-1).bitwise_right_shift(places).bitwise_and_(1)
+    return bits.view(words.shape[0], -1)
