@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sightline import LLM, RequestOutput, SamplingParams
-from sightline.core.errors import GrammarError, RequestError
+from sightline.core.errors import EngineClosedError, GrammarError, RequestError
 from sightline.core.request import FinishReason
 from sightline.core.structured import StructuredOutputs
 from sightline.engine import engine as engine_module
@@ -384,6 +384,15 @@ def test_what_cannot_be_held_is_refused_alone(folder: Path, llm: LLM) -> None:
     assert output.error is not None
     assert "the tokenizer was not loaded" in output.error
     blind.close()
+
+
+def test_a_closed_engine_says_that_it_is_closed(folder: Path) -> None:
+    llm = tiny(folder)
+    llm.close()
+    with pytest.raises(EngineClosedError):
+        llm.generate("x", WORD, use_tqdm=False)
+    with pytest.raises(EngineClosedError):
+        llm.stream("x", WORD)
 
 
 def test_more_constraints_than_are_kept_are_compiled_once_each(folder: Path) -> None:

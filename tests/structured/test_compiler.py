@@ -14,6 +14,7 @@ import pytest
 
 from sightline.core.errors import GrammarError, RequestError
 from sightline.core.structured import StructuredOutputs
+from sightline.structured import compiler as compiler_module
 from sightline.structured.compiler import CompileLimits, GrammarCompiler
 from sightline.structured.matcher import GrammarMatcher
 from sightline.structured.vocabulary import Vocabulary, read_vocabulary
@@ -126,6 +127,21 @@ def test_spaces_between_tokens_of_json_are_bounded(compiler: GrammarCompiler, to
     assert not accepts(grammar.matcher(), tokenizer, '{"a":' + " " * 65 + "1}")
 
 
+def test_a_vocabulary_that_was_read_is_not_read_again(tokenizer: Tokenizer) -> None:
+    read, calls = reader(tokenizer), list[int]()
+
+    def counted() -> Vocabulary:
+        calls.append(1)
+        return read()
+
+    compiler = GrammarCompiler(counted)
+    assert compiler.warm_up() is None
+    for text in "ab":
+        compiler.prepare(StructuredOutputs(regex=text)).result()
+    assert calls == [1]
+    compiler.close()
+
+
 def test_equal_constraints_are_compiled_once_and_failures_too(compiler: GrammarCompiler) -> None:
     first, second = (compiler.prepare(StructuredOutputs(regex="a+")) for _ in range(2))
     assert first is second
@@ -168,6 +184,24 @@ def test_a_compilation_that_takes_too_long_is_refused_and_others_go_on(tokenizer
     pending.grammar.result(20)
     assert pending.result().matcher().num_admitted(tokenizer.encode_text("a")) == 1
     compiler.close()
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("fault", [ValueError("planted"), Panic("planted")], ids=["error", "panic"])
+def test_a_fault_of_the_library_refuses_one_constraint(
+    compiler: GrammarCompiler, fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(constraint: StructuredOutputs) -> str:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module, "grammar_source", broken)
+        with pytest.raises(RequestError, match="got a fault: planted"):
+            compiler.prepare(StructuredOutputs(regex="x")).result()
+    assert compiler.prepare(StructuredOutputs(regex="y")).result()
 
 
 def test_a_schema_beyond_the_librarys_limits_is_refused(tokenizer: Tokenizer) -> None:
@@ -219,7 +253,7 @@ def test_a_tokenizer_that_is_no_bytes_is_refused(tokenizer: Tokenizer, monkeypat
     broken = replace(tokenizer.to_data(), vocabulary=json.dumps({"model": {"type": "Strange"}}))
     monkeypatch.setattr(Tokenizer, "to_data", lambda self: broken)
     compiler = GrammarCompiler(partial(read_vocabulary, tokenizer, tokenizer.vocab_size, frozenset({1})))
-    compiler.warm_up()
+    assert "cannot be read as bytes" in (compiler.warm_up() or "")
     with pytest.raises(RequestError, match="cannot be read as bytes"):
         compiler.prepare(StructuredOutputs(regex="a")).result()
     compiler.close()

@@ -94,7 +94,8 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
     def prepare(self, params: SamplingParams) -> PendingGrammar | None:
         """Begins to compile what the parameters hold answers to, so that `submit` need not wait for it once it is
         settled; None if they hold them to nothing. Thread-safe."""
-        if self.grammars is None or params.structured_outputs is None:
+        is_over = self._closed or self._fault is not None
+        if self.grammars is None or params.structured_outputs is None or is_over:
             return None
         return self.grammars.prepare(params.structured_outputs)
 

@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -95,12 +96,15 @@ class GrammarCompiler:
         """Also those that only a caller of `prepare` still holds."""
         self.num_compiled = 0
 
-    def warm_up(self) -> None:
-        """Reads the vocabulary, so that the first request does not wait for it. A fault is told to that request."""
+    def warm_up(self) -> str | None:
+        """Reads the vocabulary, so that the first request does not wait for it. Returns why every request will be
+        refused; None if they can be held."""
         try:
-            self._read_once()
+            with _library_faults("a tokenizer"):
+                self._read_once()
         except RequestError as error:
-            logger.info("%s", error)
+            return str(error)
+        return None
 
     def prepare(self, constraint: StructuredOutputs) -> PendingGrammar:
         """Begins to compile a constraint, unless that was done."""
@@ -127,8 +131,10 @@ class GrammarCompiler:
             return self._vocabulary
 
     def _compile(self, constraint: StructuredOutputs) -> CompiledGrammar:
-        vocabulary, source = self._read_once(), grammar_source(constraint)
-        state = LLMatcher(vocabulary.tokens, source, log_level=0, limits=self._limits.of_library())
+        with _library_faults(f"structured_outputs {constraint.kind}"):
+            vocabulary = self._read_once()
+            source = grammar_source(constraint)
+            state = LLMatcher(vocabulary.tokens, source, log_level=0, limits=self._limits.of_library())
         # A warning says that something of a schema was passed over.
         faults = [state.get_error()] if state.is_error() else state.get_grammar_warnings()
         if faults:
@@ -136,6 +142,22 @@ class GrammarCompiler:
             raise RequestError(f"expected structured_outputs {constraint.kind} that can be held, got: {told[:400]}")
         self.num_compiled += 1
         return CompiledGrammar(state, vocabulary)
+
+
+@contextmanager
+def _library_faults(what: str) -> Iterator[None]:
+    """Turns every fault of the library into a `RequestError`.
+
+    The library reports errors without raising. Where it has a fault it may panic, which is no `Exception`; the thread
+    is the compiler's own, so that nothing else can come from it.
+    """
+    try:
+        yield
+    except RequestError:
+        raise
+    except BaseException as error:
+        logger.error("a grammar could not be compiled: %s", error, exc_info=error)
+        raise RequestError(f"expected {what} that can be compiled, got a fault: {str(error)[:200]}") from error
 
 
 def grammar_source(constraint: StructuredOutputs) -> str:
