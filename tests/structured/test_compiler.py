@@ -201,7 +201,7 @@ def test_a_fault_of_the_library_refuses_one_constraint(
         patch.setattr(compiler_module, "grammar_source", broken)
         with pytest.raises(RequestError, match="got a fault: planted"):
             compiler.prepare(StructuredOutputs(regex="x")).result()
-    assert compiler.prepare(StructuredOutputs(regex="y")).result()
+    assert compiler.prepare(StructuredOutputs(regex="y")).result().matcher().mask().any()
 
 
 def test_a_schema_beyond_the_librarys_limits_is_refused(tokenizer: Tokenizer) -> None:
