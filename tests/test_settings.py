@@ -57,6 +57,7 @@ PARAMETERS: dict[str, Any] = {
     "truncate_prompt_tokens": 3,
     "allowed_token_ids": (3, 4),
     "bad_words": ("x",),
+    "structured_outputs": {"regex": "x+"},
 }
 """A value for each that is not its default."""
 OWN_OPTIONS = {
@@ -282,7 +283,7 @@ UNKNOWN_PARAMETERS = {
     "max_new_tokens": "max_new_tokens is not a sampling parameter; nearest: max_tokens",
     "do_sample": "do_sample is not a sampling parameter; nearest: temperature",
     "num_beams": "num_beams is not supported yet: beam search outside LLM.beam_search",
-    "guided_json": "guided_json is not supported yet: structured output",
+    "guided_json": "guided_json is not a sampling parameter; nearest: structured_outputs",
     "max_model_len": "max_model_len is a setting of the engine, not a sampling parameter",
     "top_x": "top_x is not a sampling parameter; nearest: top_p, top_k",
     "repeat_penalty": "repeat_penalty is not a sampling parameter; nearest: repetition_penalty",

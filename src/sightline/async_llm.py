@@ -118,13 +118,16 @@ class AsyncLLM:
         if self._readings.setdefault(name, reading) is not reading:
             raise RequestError(f"expected a request_id that is not in use, got {name!r} again; use another")
         try:
-            # In a thread, because a long prompt would hold the event loop up.
-            self._steps.start(reading, await asyncio.to_thread(self._llm.encode_prompt, prompt))
+            # In a thread, because a long prompt or grammar would hold the event loop up.
+            encoded = await asyncio.to_thread(self._llm.encode_prompt, prompt)
+            grammars = await asyncio.to_thread(self._llm.compile_grammars, [params])
+            self._steps.start(reading, encoded)
             is_over = False
             while not is_over:
                 gain = await self._steps.read(reading)
                 is_over = gain.output is not None
                 yield reading, gain
+            del grammars
         finally:
             del self._readings[name]
             self._steps.drop(reading)

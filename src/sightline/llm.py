@@ -6,7 +6,7 @@ Owns the shapes of prompts, and progress. `calls` has what one call does, the en
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
 from pathlib import Path
@@ -18,10 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from sightline.core.beams import BeamSearchOutput, BeamSearchParams
 from sightline.core.config import EngineConfig, EngineKeywords, Task
 from sightline.core.device import DeviceKind
+from sightline.core.embedding import EmbeddingRequestOutput
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
-from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
+from sightline.core.request import RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
 from sightline.engine.beams import BeamSearch
 from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
@@ -34,6 +35,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep, ignore
 from sightline.speculative.methods import drafter_needs
+from sightline.structured.compiler import PendingGrammar
 from sightline.text.templates.chat_template import read_template
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -336,11 +338,15 @@ class LLM:
                 "expected prompt_logprobs with generate or chat, got them with a stream, which has no place"
             )
 
+        grammars = self.compile_grammars([params])
+
         def submit(_turn: Turn) -> TextStream:
             with uninterrupted():
                 return TextStream(self.shared, self.engine.submit(token_ids, params, text, terms))
 
-        return self.shared.run(submit)
+        stream = self.shared.run(submit)
+        del grammars
+        return stream
 
     def encode_prompt(self, prompt: object) -> Encoded:
         """A prompt's text, if it has one, and its tokens."""
@@ -371,10 +377,23 @@ class LLM:
         asked = SamplingParams() if sampling_params is None else sampling_params
         params = _spread(asked, len(inputs), "SamplingParams")
         counts = [each.n for each in params]
+        grammars = self.compile_grammars(params)
         call = BatchCall(self.shared, self.engine, inputs, encode, params, terms, counts, refused_output)
         with _progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Generating", total=len(inputs))
-            return call.run(lambda count: bar.update(task, completed=count))
+            outputs = call.run(lambda count: bar.update(task, completed=count))
+        # Until here they are kept, however many there are.
+        del grammars
+        return outputs
+
+    def compile_grammars(self, params: Iterable[SamplingParams]) -> list[PendingGrammar]:
+        """Compiles what answers will be held to, while other threads may use the engine. Whoever holds the result keeps
+        the grammars. One that cannot be held is refused when its request is submitted."""
+        distinct = {id(each): each for each in params}.values()
+        found = [each for each in map(self.engine.prepare, distinct) if each is not None]
+        for each in found:
+            each.settle()
+        return found
 
 
 def _text_or_tokens(prompt: object) -> str | list[int]:

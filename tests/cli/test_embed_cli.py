@@ -21,8 +21,8 @@ from sightline import LLM
 from sightline.cli import app
 from sightline.cli.options import embedding_options
 from sightline.core.config import EngineConfig
+from sightline.core.embedding import EmbeddingRequestOutput
 from sightline.core.errors import SightlineError
-from sightline.core.request import EmbeddingRequestOutput
 from sightline.engine.text_embedder import TextEmbedder
 from sightline.offline import embedding_run
 from sightline.offline.embedding_files import InputFormat, OutputFormat

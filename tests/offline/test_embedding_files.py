@@ -16,8 +16,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from sightline.core.embedding import EmbeddingOutput, EmbeddingRequestOutput
 from sightline.core.errors import ConfigError, RequestError
-from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput
 from sightline.offline.embedding_files import (
     OUTPUT_FIELDS,
     WRITERS,

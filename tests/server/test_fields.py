@@ -11,7 +11,15 @@ import pytest
 
 from sightline.core.request import SamplingParams
 from sightline.server.api.fields import PLACES, REFUSED, WITHOUT_EFFECT, described, unused_fields
-from sightline.server.api.schema import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from sightline.server.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    JsonSchemaFormat,
+    Message,
+    ResponseFormat,
+    StreamOptions,
+    TextPart,
+)
 from sightline.server.desks.protocol import Declined, FormName, Order, ReadBody, Setup, WrittenAnswer
 from sightline.server.desks.worker import BodyDesk
 from sightline.server.http.limits import parse
@@ -87,7 +95,9 @@ def test_the_tables_have_each_field_once_and_none_that_a_type_has() -> None:
     assert not WITHOUT_EFFECT.keys() & REFUSED.keys()
     own = {field.name for field in msgspec.structs.fields(ChatRequest)}
     assert not own & (WITHOUT_EFFECT.keys() | REFUSED.keys())
-    types: dict[str, type[msgspec.Struct]] = {"Message": Message, "TextPart": TextPart, "StreamOptions": StreamOptions}
+    types: dict[str, type[msgspec.Struct]] = {
+        each.__name__: each for each in (Message, TextPart, StreamOptions, ResponseFormat, JsonSchemaFormat)
+    }
     assert PLACES.keys() == types.keys()
     for name, place in PLACES.items():
         names = {place + field.name for field in msgspec.structs.fields(types[name])}
@@ -134,9 +144,9 @@ def test_what_the_engine_cannot_do_is_refused_on_every_route(form: FormName) -> 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_json": {"type": "object"}},
+        {"guided_decoding_backend": "outlines"},
+        {"regex": "a+"},
         {"use_beam_search": True},
-        {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
         {"length_penalty": 0.5},
@@ -191,7 +201,7 @@ def test_an_unknown_field_is_answered_with_the_nearest_known_one(
 
 def test_a_field_that_is_refused_cannot_hide_among_many_others() -> None:
     many = {f"field_{number}": 1 for number in range(500)}
-    assert refusal(FormName.CHAT, {**many, "guided_regex": "a+"}, LENIENT).param == "guided_regex"
+    assert refusal(FormName.CHAT, {**many, "stop_regex": "a+"}, LENIENT).param == "stop_regex"
     messages = [{**SAID[0], "audio": None}, {**SAID[0], "audio": {"id": 1}}, {**SAID[0], "audio": None}]
     assert refusal(FormName.CHAT, {"messages": messages}).param == "messages[].audio"
     named = unused_fields(

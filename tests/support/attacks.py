@@ -161,8 +161,8 @@ _ATTACKED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (-1, 21, 5),
     "stream_options": ({"include_usage": True}, [], 1),
     "response_format": (
-        {"type": "json_object"},
         {"type": "json_schema", "json_schema": {"a": "(x+x+)+y"}},
+        {"type": "json_schema", "json_schema": {"schema": {"allOf": [{"pattern": f"a{{{n},}}"} for n in range(40)]}}},
         {"type": 1},
     ),
     "tools": ([{"type": "function", "function": {"name": "f"}}] * 200, [{"url": "http://127.0.0.1/"}], "x"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sightline.core.errors import RequestError
-from sightline.core.request import MAX_COUNT, MAX_LOGPROBS
-from sightline.core.settings import check_settings, setting
+from sightline.core.request import MAX_COUNT, MAX_LOGPROBS, SamplingParams
+from sightline.core.settings import check_settings, keywords, setting, stated
 
 MAX_BEAMS = MAX_LOGPROBS // 2
 """Each beam is continued by its `2 * beam_width` likeliest tokens, whose log probabilities are asked for."""
 
 
+@keywords(RequestError, "a parameter of beam search", dict.fromkeys(stated(SamplingParams), "a sampling parameter"))
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How to search."""

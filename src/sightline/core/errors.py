@@ -8,6 +8,7 @@
     │   └── UnsupportedModelError  an architecture, or a config field that changes the result, is not supported
     ├── RequestError             one request is invalid; others are unaffected
     │   └── QueueFullError       as many requests wait as may; the same one can be sent again later
+    ├── GrammarError             a running answer's grammar cannot go on; its sequence fails alone
     ├── PlanError                the plan contract was broken
     │   ├── BatchError           a batch says something that is not so; has .field, .row, .expected and .got
     │   ├── UnplannedBatchError  a forward was given something that carries no plan
@@ -56,6 +57,10 @@ class RequestError(SightlineError):
 
 class QueueFullError(RequestError):
     """The queue is full. The same request can be sent again later."""
+
+
+class GrammarError(SightlineError):
+    """The grammar of a running answer cannot go on. Its sequence fails, and no other."""
 
 
 class PlanError(SightlineError):

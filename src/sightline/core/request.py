@@ -16,6 +16,7 @@ from typing import TypeAlias, cast
 
 from sightline.core.errors import RequestError
 from sightline.core.settings import Setting, check_settings, keywords, setting
+from sightline.core.structured import StructuredOutputs, read_structured_outputs
 from sightline.core.words import MEANINGS
 
 MAX_COUNT = 2**31 - 1
@@ -142,6 +143,10 @@ class SamplingParams:
         None, "Texts that are not generated as the tokenizer writes them, at the beginning of a text or after a space."
     )
     detokenize: bool = setting(True, "Turn the tokens into text; without it the text is empty.")
+    structured_outputs: StructuredOutputs | None = setting(  # noqa: RUF009 - the default is None
+        None, "What the answer must be: one of json (a schema), json_object, regex, choice and grammar (Lark)."
+    )
+    """A mapping of its fields is accepted too."""
 
     def __post_init__(self) -> None:
         if self.top_p == 0.0 and type(self.top_p) is not bool:
@@ -153,6 +158,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
+        object.__setattr__(self, "structured_outputs", read_structured_outputs(self.structured_outputs))
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "expected ignore_eos False with structured_outputs, whose grammar says where answers end"
+            )
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
         if self.truncate_prompt_tokens == 0:
@@ -239,6 +249,7 @@ class EffectiveParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def drawing(self) -> EffectiveParams:
@@ -272,6 +283,9 @@ class EffectiveParams:
 
     @property
     def _max_unread_tokens(self) -> int | None:
+        if self.structured_outputs is not None:
+            # A mask depends on every token before it.
+            return 0
         if not self.adjusts_logits:
             return None
         # The host finds the beginning of a bad word; the device counts one token more than the host.
@@ -457,28 +471,6 @@ class RequestOutput:
     """How often a continuation gave its pages back for others and was computed again."""
     queue_seconds: float = 0.0
     """Seconds from submission to the first step, or to the end if there was none."""
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """A text as a vector."""
-
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The result of embedding a text."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: EmbeddingOutput
-    num_cached_tokens: int = 0
-    """Tokens of the text that an earlier one had left in the cache."""
-    num_truncated_tokens: int = 0
-    """Tokens that were cut off, as requested."""
-    finished: bool = True
 
 
 @dataclass(frozen=True)

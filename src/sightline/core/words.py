@@ -40,6 +40,7 @@ stop_token_ids: eos_token_id eos_token_ids stop_tokens
 ignore_eos: no_eos ban_eos_token
 logit_bias: sequence_bias suppress_tokens
 bad_words: bad_words_ids no_bad_words
+structured_outputs: guided_json guided_regex guided_choice guided_grammar guided_decoding response_format json_schema
 logprobs: output_scores output_logits return_logprob top_logprobs top_logprobs_num n_probs
 n: num_return_sequences num_samples best_of
 """)
@@ -50,7 +51,6 @@ a model on more than one device: pipeline_parallel_size pp_size data_parallel_si
 compiled models: compilation_config torch_compile enable_torch_compile
 this way to guess tokens: speculative_token_map speculative_ngram_branch_length speculative_ngram_match_type
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
-structured output: guided_json guided_regex guided_choice guided_decoding grammar regex json_schema response_format
 offloading to the host: cpu_offload_gb swap_space offload_folder
 this way of sampling: typical_p top_a top_n_sigma mirostat xtc_probability no_repeat_ngram_size dry_multiplier
 custom processing of logits: logits_processors logits_processor custom_logit_processor

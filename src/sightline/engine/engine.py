@@ -28,6 +28,8 @@ from sightline.scheduler.costs import StepCosts
 from sightline.speculative.drafter import DrafterContext
 from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
+from sightline.structured.compiler import GrammarCompiler, PendingGrammar
+from sightline.structured.vocabulary import read_vocabulary
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -79,10 +81,23 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
             tokenizer=tokenizer,
             seed=runtime.config.seed,
         )
+        self.grammars: GrammarCompiler | None = None
+        """The grammars of requests with `structured_outputs`; None without a tokenizer."""
+        if tokenizer is not None:
+            ends = frozenset(token for token in generation.eos_token_ids if token < vocab_size)
+            self.grammars = GrammarCompiler(partial(read_vocabulary, tokenizer, vocab_size, ends))
 
     @property
     def vocab_size(self) -> int:
         return self.runtime.definition.vocab_size
+
+    def prepare(self, params: SamplingParams) -> PendingGrammar | None:
+        """Begins to compile what the parameters hold answers to, so that `submit` need not wait for it once it is
+        settled; None if they hold them to nothing. Thread-safe."""
+        is_over = self._closed or self._fault is not None
+        if self.grammars is None or params.structured_outputs is None or is_over:
+            return None
+        return self.grammars.prepare(params.structured_outputs)
 
     def params(self, request_id: str) -> EffectiveParams:
         """The parameters that the request runs with."""
@@ -122,7 +137,24 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms, now: float
     ) -> LiveRequest[LiveSequence]:
         request, asked = self._intake.request(prompt_token_ids, params, prompt, terms, now)
-        return LiveRequest(request, start(request, asked, self.tokenizer), now)
+        grammar = None
+        if self.grammars is not None and asked.structured_outputs is not None:
+            grammar = self.grammars.prepare(asked.structured_outputs).result()
+            self._tell_of_overlap()
+        return LiveRequest(request, start(request, asked, self.tokenizer, grammar), now)
+
+    def _tell_of_overlap(self) -> None:
+        if self.runtime.config.async_scheduling:
+            self.ledger.note(
+                "structured_outputs",
+                "a row that is held to a grammar joins a step once the host has read its last token, so while other "
+                "rows run it is in every other step; answers are the same",
+            )
+
+    def _close(self) -> None:
+        super()._close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def _output(self, live: LiveRequest[LiveSequence], now: float) -> RequestOutput:
         first = live.sequences[0]

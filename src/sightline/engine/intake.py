@@ -87,6 +87,7 @@ class Intake:
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
             truncate_prompt_tokens=params.truncate_prompt_tokens,
+            structured_outputs=params.structured_outputs,
         )
 
     def _check_tokens(self, params: SamplingParams) -> None:
@@ -103,6 +104,10 @@ class Intake:
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             wanted = "stop_token_ids, got stop strings" if params.stop_strings else "no bad_words, got some"
             raise RequestError(f"expected {wanted}: the tokenizer was not loaded (skip_tokenizer_init)")
+        if self._tokenizer is None and params.structured_outputs is not None:
+            raise RequestError(
+                "expected no structured_outputs, got some: the tokenizer was not loaded (skip_tokenizer_init)"
+            )
 
     def _check_choice(self, params: EffectiveParams) -> None:
         """Raises `RequestError` unless a token is left at every step, whatever was generated before."""

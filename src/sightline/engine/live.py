@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from sightline.core.errors import GrammarError
 from sightline.core.request import (
     CompletionOutput,
     EffectiveParams,
@@ -20,12 +21,14 @@ from sightline.core.request import (
     Request,
     TextDelta,
 )
+from sightline.engine.constraint import SequenceConstraint, TokenMask
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.logprobs import TokenLogprobs, are_finite, read_scores
 from sightline.runner.sampling.noise import derived_seed
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.scheduler.trees import ROOT
+from sightline.structured.matcher import CompiledGrammar
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -55,6 +58,8 @@ class LiveSequence:
     detokenizer: IncrementalDetokenizer | None
     stops: StopMatcher | None
     adjustment: TokenAdjustment | None
+    constraint: SequenceConstraint | None = None
+    """Its place in the grammar that the answer is held to, if there is one."""
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -77,14 +82,19 @@ class LiveSequence:
     _num_characters: int = 0
     """Length of the text of all tokens that were taken in."""
 
+    def __post_init__(self) -> None:
+        if self.constraint is not None:
+            self.sequence.admits = self._num_admitted
+
     def generated(self, start: int = 0) -> tuple[int, ...]:
         """The generated tokens from the `start`-th on."""
         return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
 
     @cached_property
     def greedy(self) -> RowSampling | None:
-        """The one choice for all tokens of a greedy continuation without adjusted logits; otherwise None."""
-        is_greedy = self.params.temperature == 0.0 and self.adjustment is None
+        """The one choice for all tokens of a greedy continuation without adjusted logits or a grammar; otherwise
+        None."""
+        is_greedy = self.params.temperature == 0.0 and self.adjustment is None and self.constraint is None
         return RowSampling(self.params, 0) if is_greedy else None
 
     def sampling_behind_drafts(self, row: ScheduledRow) -> list[RowSampling]:
@@ -95,6 +105,13 @@ class LiveSequence:
             if parent != ROOT:
                 place, adjustment = found[parent].place, found[parent].adjustment
             found.append(RowSampling(self.params, place + 1, None if adjustment is None else adjustment.after(token)))
+        if found and self.constraint is not None and self.error is None:
+            try:
+                masks = self.constraint.behind(row.drafts, row.draft_parents, [each.adjustment for each in found])
+            except GrammarError as error:
+                self.error, masks = str(error), [None] * len(found)
+            for each, mask in zip(found, masks, strict=True):
+                each.mask = mask
         return found
 
     def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:
@@ -102,12 +119,51 @@ class LiveSequence:
         them."""
         place = self._place(row) - len(row.drafts)
         if self.adjustment is None:
-            return RowSampling(self.params, place)
+            return RowSampling(self.params, place, mask=self._mask(place))
         if not self.adjustment.is_whole:
             self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
         self.adjustment.count(self.generated(self.adjustment.num_counted))
         is_read = self.adjustment.num_counted == place
-        return RowSampling(self.params, place, self.adjustment, None if is_read else last_input)
+        return RowSampling(self.params, place, self.adjustment, None if is_read else last_input, self._mask(place))
+
+    def _mask(self, place: int) -> TokenMask | None:
+        """The tokens that the grammar admits behind the first `place` generated ones; None without a grammar.
+
+        Without a token that it admits, the continuation fails, and its choice means nothing.
+        """
+        if self.constraint is None:
+            return None
+        try:
+            self.constraint.follow(self.generated, place)
+            return self.constraint.mask(self.adjustment)
+        except GrammarError as error:
+            self.error = str(error)
+            return None
+
+    def _num_admitted(self, guesses: Sequence[int]) -> int:
+        """How many of some guesses, from the first on, the grammar admits behind the generated tokens."""
+        if self.constraint is None:
+            return len(guesses)
+        try:
+            self.constraint.follow(self.generated, self.sequence.num_generated)
+            return self.constraint.num_admitted(guesses)
+        except GrammarError:
+            # The next mask says why.
+            return 0
+
+    def _is_complete(self) -> bool:
+        """True if the grammar admits only the end. Raises `GrammarError` if that is before `min_tokens`."""
+        if self.constraint is None:
+            return False
+        self.constraint.follow(self.generated, self.num_taken_in)
+        if not self.constraint.is_complete:
+            return False
+        if self.num_taken_in < self.params.min_tokens:
+            raise GrammarError(
+                f"expected structured_outputs that go on for min_tokens, {self.params.min_tokens}, got some that are "
+                f"complete after {self.num_taken_in} tokens; lower min_tokens"
+            )
+        return True
 
     def keep_logprobs(self, row: ScheduledRow, entries: Sequence[TokenLogprobs]) -> None:
         """Keeps the log probabilities of the tokens behind a row's known tokens. Idempotent."""
@@ -140,7 +196,10 @@ class LiveSequence:
         Tokens behind an end were guessed, and are dropped.
         """
         if self.ending is None:
-            self.ending = self._read_tokens()
+            try:
+                self.ending = self._read_tokens()
+            except GrammarError as error:
+                self.error, self.ending = str(error), FinishReason.ERROR
         if self.ending is not None:
             del self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + self.num_taken_in :]
         return self.ending
@@ -163,6 +222,8 @@ class LiveSequence:
                 return FinishReason.STOP
             if ends:
                 self.stop_reason = None if token in params.eos_token_ids else token
+                return FinishReason.STOP
+            if self._is_complete():
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= num_prompt_tokens + params.max_tokens else None
 
@@ -253,14 +314,18 @@ class LiveSequence:
         return True
 
 
-def start(request: Request, asked: EffectiveParams, tokenizer: Tokenizer | None) -> tuple[LiveSequence, ...]:
-    """The continuations of a request, before their first step."""
-    leader = _start_one(SequenceState(request), asked, tokenizer)
+def start(
+    request: Request, asked: EffectiveParams, tokenizer: Tokenizer | None, grammar: CompiledGrammar | None = None
+) -> tuple[LiveSequence, ...]:
+    """The continuations of a request, before their first step. `grammar` is what `asked` holds them to."""
+    leader = _start_one(SequenceState(request), asked, tokenizer, grammar)
     others = (SequenceState(request, index, leader.sequence) for index in range(1, asked.n))
-    return (leader, *(_start_one(sequence, asked, tokenizer) for sequence in others))
+    return (leader, *(_start_one(sequence, asked, tokenizer, grammar) for sequence in others))
 
 
-def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Tokenizer | None) -> LiveSequence:
+def _start_one(
+    sequence: SequenceState, asked: EffectiveParams, tokenizer: Tokenizer | None, grammar: CompiledGrammar | None
+) -> LiveSequence:
     request, params = sequence.request, replace(asked, seed=derived_seed(asked.seed, sequence.index))
     detokenizer = stops = None
     if tokenizer is not None and params.detokenize:
@@ -270,7 +335,8 @@ def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Token
     adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
     if params.temperature > 0.0:
         sequence.drawing = params.drawing
-    return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment)
+    constraint = None if grammar is None else SequenceConstraint(grammar)
+    return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment, constraint)
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig
+from sightline.core.embedding import EmbeddingOutput, EmbeddingRequestOutput
 from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
-from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Terms, new_request_id
+from sightline.core.request import Terms, new_request_id
 from sightline.engine.calls import BatchCall, SharedEngine
 from sightline.engine.embedder import Embedder, TextResult
 from sightline.models.loading.checkpoint import Checkpoint

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, TypeAlias
 import msgspec
 import numpy as np
 
+from sightline.core.embedding import EmbeddingRequestOutput
 from sightline.core.errors import ConfigError, RequestError
-from sightline.core.request import EmbeddingRequestOutput
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -10,7 +10,7 @@ Knows the progress of a sequence. Does not decide anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,8 @@ class SequenceState:
     """The request's first continuation; None for that one itself. Its pages are shared once its prompt is computed."""
     drawing: EffectiveParams | None = None
     """How its tokens are drawn, for a drafter that draws with the same noise; None if the likeliest is taken."""
+    admits: Callable[[Sequence[int]], int] | None = None
+    """How many of some guesses, from the first on, may follow its known tokens; None: any guess may be right."""
     tokens: list[int] = field(init=False)
     """Known prompt and generated tokens."""
     num_computed: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 
 from sightline.scheduler.sequence import Draft
@@ -36,6 +36,26 @@ def checked_draft(draft: Draft, most: int, vocab_size: int, *, may_branch: bool)
     if not may_branch:
         raise ValueError("expected one continuation, got a tree; give num_branches in speculative_config")
     return Draft(tokens, parents)
+
+
+def admitted(draft: Draft, admits: Callable[[Sequence[int]], int] | None) -> Draft:
+    """The draft without the guesses that cannot be right, and without those behind them.
+
+    `admits` returns how many of some guesses, from the first on, may follow the known tokens; None: all may.
+    """
+    if admits is None or not draft.tokens:
+        return draft
+    if draft.parents is None:
+        return Draft(draft.tokens[: admits(draft.tokens)])
+    kept: dict[int, int] = {ROOT: ROOT}
+    ways: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for guess, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        way = (*ways[parent], token) if parent in kept else ()
+        if way and admits(way) == len(way):
+            kept[guess], ways[guess] = len(kept) - 1, way
+    tokens = tuple(draft.tokens[guess] for guess in kept if guess != ROOT)
+    parents = tuple(kept[draft.parents[guess]] for guess in kept if guess != ROOT)
+    return Draft(tokens, None if parents == tuple(range(ROOT, len(tokens) - 1)) else parents)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from sightline.core.errors import DeviceFaultError
 from sightline.core.ledger import Ledger
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
-from sightline.scheduler.trees import checked_draft
+from sightline.scheduler.trees import admitted, checked_draft
 from sightline.speculative.drafter import Drafter, ObservedStep
 
 logger = logging.getLogger("sightline")
@@ -87,7 +87,8 @@ class AdaptiveDrafts:
         try:
             for index, draft in zip(asked, self._ask(tuple(asked.values())), strict=True):
                 room = asked[index]
-                drafts[index] = checked_draft(draft, room.most, self._vocab_size, may_branch=self.num_branches > 1)
+                checked = checked_draft(draft, room.most, self._vocab_size, may_branch=self.num_branches > 1)
+                drafts[index] = admitted(checked, room.sequence.admits)
         except Exception as error:
             self._give_up(error)
             return [Draft()] * len(rooms)

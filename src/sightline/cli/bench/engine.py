@@ -229,6 +229,28 @@ def speculation(output_len: int, num_iters: int, how: dict[str, Any], settings: 
 
 
 @bench.command()
+@counts_option("--rows", default="1,16", help="Numbers of rows that answer at once.")
+@measure_option("--num-steps", default=16, help="Decode steps per round that are timed.")
+@measure_option("--output-len", default=160, help="Most tokens of each answer.")
+@measure_option("--num-iters", default=3, help="Rounds that count; medians are reported.")
+@report_file_options
+@conversing_engine_options
+def structured(rows: list[int], how: dict[str, Any], settings: dict[str, Any], **counts: int) -> None:
+    """Answer under a JSON schema and without one: the cost of masks, the share that is hidden, and validity."""
+    from sightline.bench.engine.structured import measure_structured
+
+    report = measure_structured(
+        settings,
+        rows,
+        counts["num_steps"],
+        counts["output_len"],
+        counts["num_iters"],
+        lambda work: notes.print(f"[dim]{work.rows} rows: a step is {work.longer:.1%} longer with masks[/]"),
+    )
+    print_report(report, how)
+
+
+@bench.command()
 @counts_option(
     "--rows", default="16,64,256,1024", help="Running rows, at 10,000 prefixes or at the first number given."
 )

@@ -4,13 +4,13 @@ A token depends only on its row's logits, its parameters, the tokens before it, 
 the noise is a function of (seed, place, token), so neither the batch nor a recomputation changes it. Rounding of the
 logits changes a choice only if two tokens were about equally good.
 
-    raw logits ─ bias, penalties, forbidden tokens ─ temperature ─ top-k ─ top-p ─ min-p ─ draw
+    raw logits ─ bias, penalties, forbidden tokens ─ masks ─ temperature ─ top-k ─ top-p ─ min-p ─ draw
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from sightline.runner.sampling.adjust import (
     adjusted,
 )
 from sightline.runner.sampling.draw import Choice, draw
+from sightline.runner.sampling.masks import masked, row_masks
 from sightline.runner.sampling.noise import noise_keys
 from sightline.runner.sampling.race import race_arrays, run
 
@@ -48,6 +49,8 @@ class RowSampling:
     unread_at: int | None = None
     """Where the step's input tokens hold the token before this one, if the adjustment has not counted that one: a step
     in flight chooses it, and only the device knows it."""
+    mask: NDArray[numpy.int64] | None = None
+    """[num_words]: the only tokens that may come, bit i of word w for token 64 w + i, at least one; None: all may."""
 
     def __post_init__(self) -> None:
         if self.params.adjusts_logits != (self.adjustment is not None):
@@ -105,7 +108,8 @@ def choose_on_host(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor |
         # Skip rows with NaN or infinite logits: sampling them would not terminate.
         usable = finite.tolist()
         drawn = [index for index in drawn if usable[index]]
-    with _adjusted(logits, rows, inputs) as values:
+    masks = row_masks([row.mask for row in rows])
+    with _adjusted(logits, rows, inputs) as adjusted_logits, masked(adjusted_logits, masks) as values:
         if not drawn:
             return torch.from_numpy(values.numpy().argmax(-1))
         some, tokens = values, torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
@@ -125,15 +129,20 @@ def choose_unread(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | 
     packed = torch.empty((2, len(rows)), dtype=torch.int64, device=logits.device)
     best(logits, packed)
     drawn = [(index, row) for index, row in enumerate(rows) if row.params.temperature > 0.0]
-    changes = _changes(rows, logits.shape[1])
-    if not drawn and changes is None:
+    changes, masks = _changes(rows, logits.shape[1]), row_masks([row.mask for row in rows])
+    is_changed = changes is not None or masks is not None
+    if not drawn and not is_changed:
         return packed
     tokens = packed[0]
     keys = _keys([row for _, row in drawn])
     race = race_arrays([(index, row.params) for index, row in drawn], keys, logits.shape[1])
     integers, numbers, *tensors = sent([race.integers, race.numbers, *(changes or ())], logits.device)
-    with adjusted(logits, Adjustments(*tensors), inputs) if changes is not None else nullcontext(logits) as values:
-        if changes is not None and len(drawn) < len(rows):
+    with ExitStack() as held:
+        values = logits
+        if changes is not None:
+            values = held.enter_context(adjusted(values, Adjustments(*tensors), inputs))
+        values = held.enter_context(masked(values, masks))
+        if is_changed and len(drawn) < len(rows):
             tokens.copy_(values.argmax(-1))
         if drawn:
             on_device = race.on_device(integers, numbers)

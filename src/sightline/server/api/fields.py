@@ -70,13 +70,9 @@ def _refused(*groups: tuple[str, str, tuple[object, ...]]) -> Mapping[str, Unsup
 
 
 REFUSED = _refused(
-    ("structured output", "response_format", (*_NOTHING, {"type": "text"})),
-    (
-        "structured output",
-        "structured_outputs guided_json guided_regex guided_choice guided_grammar guided_json_object "
-        "guided_decoding_backend guided_whitespace_pattern structural_tag json_schema regex ebnf grammar",
-        _NOTHING,
-    ),
+    ("a choice of how structured output works", "guided_decoding_backend guided_whitespace_pattern", _NOTHING),
+    ("structural tags in structured output", "structural_tag", _NOTHING),
+    ("structured output under this name; send structured_outputs", "json_schema regex ebnf grammar", _NOTHING),
     ("tools", "tools functions messages[].function_call web_search_options", _NOTHING),
     ("tools", "tool_choice function_call", (*_NOTHING, "none", "auto")),
     ("beam search", "use_beam_search early_stopping", _NOTHING),
@@ -178,6 +174,7 @@ def _shown(path: str) -> str:
 
 PLACES: Mapping[str, str] = MappingProxyType(
     {"Message": "messages[].", "TextPart": "messages[].content[].", "StreamOptions": "stream_options."}
+    | {"ResponseFormat": "response_format.", "JsonSchemaFormat": "response_format.json_schema."}
 )
 """Where the objects within bodies are, by the name of their type."""
 

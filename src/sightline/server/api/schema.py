@@ -57,6 +57,7 @@ _SHAPES: dict[str, Any] = {
         dict[TokenId, Annotated[float, Meta(ge=LOGIT_OFFSET.low, le=LOGIT_OFFSET.high)]],
         Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
     ],
+    "structured_outputs": dict[str, Any],
 }
 """Sampling parameters that are no single number or switch, as JSON has them."""
 
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         max_tokens: int | None = None
         n: int | None = None
         skip_special_tokens: bool | None = None
+        structured_outputs: dict[str, Any] | None = None
         prompt_logprobs: int | None = None
 else:
     SampledFields = defstruct(
@@ -101,6 +103,24 @@ SAMPLED = tuple(field.name for field in fields(SampledFields))
 """Fields that go to the engine under their own names."""
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    """A schema that an answer must satisfy, as OpenAI's API has it."""
+
+    schema: Annotated[dict[str, Any] | bool, Meta(description="The JSON schema.")]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    strict: Annotated[
+        bool | None, Meta(description="No effect: answers always satisfy the schema, or it is refused.")
+    ] = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """What an answer must be, as OpenAI's API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class GenerationFields(SampledFields, kw_only=True, frozen=True):
     """Fields of both kinds of completion."""
 
@@ -108,6 +128,15 @@ class GenerationFields(SampledFields, kw_only=True, frozen=True):
     stream: Annotated[bool | None, Meta(description="Tell the answer as it comes, in server-sent events.")] = None
     stream_options: StreamOptions | None = None
     priority: Priority = None
+    response_format: Annotated[
+        ResponseFormat | None,
+        Meta(description="What the answer must be: any text, a JSON object, or JSON that a schema allows."),
+    ] = None
+    guided_json: Annotated[dict[str, Any] | str | bool | None, Meta(description="As structured_outputs.json.")] = None
+    guided_json_object: Annotated[bool | None, Meta(description="As structured_outputs.json_object.")] = None
+    guided_regex: Annotated[str | None, Meta(description="As structured_outputs.regex.")] = None
+    guided_choice: Annotated[list[str] | None, Meta(description="As structured_outputs.choice.")] = None
+    guided_grammar: Annotated[str | None, Meta(description="As structured_outputs.grammar.")] = None
 
 
 class TextPart(Struct, frozen=True):

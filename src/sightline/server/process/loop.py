@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -43,16 +43,21 @@ from sightline.server.process.protocol import (
     position_scores,
 )
 from sightline.server.process.window import ReadWindow
+from sightline.structured.compiler import PendingGrammar
 
 PROGRESS_SECONDS = 0.25
 """Seconds between two reports of the engine's state while it works."""
 TAKE_IN_SECONDS = 0.004
 """How long prompts are taken in before the next step: the requests that run wait for it."""
 
+GRAMMAR_SECONDS = 0.005
+"""How long an idle loop waits for commands while grammars are compiled for it."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _PARAMS = msgspec.msgpack.Decoder(SamplingParams)
-_UNSHOWN = frozenset({"stop", "logit_bias", "eos_token_ids", "stop_token_ids", "allowed_token_ids", "bad_words"})
+_UNSHOWN = frozenset(
+    {"stop", "logit_bias", "eos_token_ids", "stop_token_ids", "allowed_token_ids", "bad_words", "structured_outputs"}
+)
 """Parameters that can be large, and are not repeated to the client."""
 
 
@@ -64,6 +69,9 @@ class Purpose(Protocol):
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None, terms: Terms) -> str:
         """Queues a request and returns the engine's id."""
+
+    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
+        """Begins to compile what the parameters hold answers to; None if nothing."""
 
     def probe(self) -> str:
         """Queues the smallest request."""
@@ -85,6 +93,9 @@ class GeneratingPurpose:
         if params is None:
             raise RequestError("expected sampling parameters, got none: this engine generates")
         return self.engine.submit(prompt, params, None, terms)
+
+    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
+        return None if params is None else self.engine.prepare(params)
 
     def probe(self) -> str:
         # With a seed: those of the requests must not depend on how often the engine is probed.
@@ -130,6 +141,10 @@ class EmbeddingPurpose:
             raise RequestError("expected no sampling parameters, got some: this engine embeds")
         return self.engine.submit(prompt, None, None, terms)
 
+    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
+        del params
+        return None
+
     def probe(self) -> str:
         return self.engine.submit([0], None)
 
@@ -148,8 +163,9 @@ class EmbeddingPurpose:
 class PendingPrompts:
     """The prompts of one command that the engine has not taken in."""
 
-    def __init__(self, command: Submit) -> None:
+    def __init__(self, command: Submit, prepare: Callable[[SamplingParams | None], PendingGrammar | None]) -> None:
         self.params = None if command.params is None else _PARAMS.decode(command.params)
+        self._grammar = prepare(self.params)
         self.terms = command.terms
         self.max_unread = command.max_unread
         self._prompts = dict(command.prompts)
@@ -161,6 +177,11 @@ class PendingPrompts:
     @property
     def is_empty(self) -> bool:
         return not self._prompts
+
+    @property
+    def is_ready(self) -> bool:
+        """True if submitting would not wait for a grammar."""
+        return self._grammar is None or self._grammar.is_settled
 
     def drop(self, number: int) -> None:
         self._prompts.pop(number, None)
@@ -188,8 +209,10 @@ class Worker:
         """Works until told to stop."""
         while not self._is_stopping:
             # Where all that is left is paused, its next deadline ends the wait.
-            is_idle = not self._engine.has_work and not self._pending
-            for command in self._channel.take(wait=is_idle, seconds=self._engine.idle_seconds):
+            # Where only grammars are being compiled, they are looked after often.
+            is_idle = not self._engine.has_work and not any(each.is_ready for each in self._pending)
+            seconds = GRAMMAR_SECONDS if self._pending else self._engine.idle_seconds
+            for command in self._channel.take(wait=is_idle, seconds=seconds):
                 self._obey(command)
             self._take_in()
             if self._engine.has_work:
@@ -205,7 +228,7 @@ class Worker:
     def _obey(self, command: Command) -> None:
         match command:
             case Submit():
-                self._pending.append(PendingPrompts(command))
+                self._pending.append(PendingPrompts(command, self._purpose.prepare))
             case Read(number, count, num_bytes):
                 if number in self._windows and self._windows[number].read(count, num_bytes):
                     self._engine.resume(self._jobs[number])
@@ -230,6 +253,10 @@ class Worker:
     def _take_in(self) -> None:
         """Submits prompts for a short while, at least one."""
         until = time.monotonic() + TAKE_IN_SECONDS
+        waiting = deque[PendingPrompts]()
+        for _ in range(len(self._pending)):
+            pending = self._pending.popleft()
+            (self._pending if pending.is_ready or pending.is_empty else waiting).append(pending)
         while self._pending:
             pending = self._pending.popleft()
             if pending.is_empty:
@@ -238,6 +265,7 @@ class Worker:
             self._pending.append(pending)
             if time.monotonic() >= until:
                 break
+        self._pending += waiting
 
     def _submit(self, number: int, prompt: Sequence[int], pending: PendingPrompts) -> None:
         try:

@@ -113,6 +113,11 @@ def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], 
         opened = describe(name, embedder, texts.tokenizer, embedder.definition.state_size)
         return opened, Worker(EmbeddingPurpose(embedder), channel).run
     engine = build_engine(config, tell, OPENAI_TEMPERATURE)
+    if engine.grammars is not None:
+        # Before anybody waits: no other thread of Python runs meanwhile.
+        reason = engine.grammars.warm_up()
+        if reason is not None:
+            engine.ledger.note("structured_outputs", reason)
     if config.max_step_ms is None:
         choose_limit(engine)
     return describe(name, engine, engine.tokenizer, None), Worker(GeneratingPurpose(engine), channel).run

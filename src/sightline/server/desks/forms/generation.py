@@ -16,6 +16,7 @@ from sightline.core.errors import RequestError
 from sightline.core.request import SamplingParams
 from sightline.server.api.schema import SAMPLED, GenerationFields, StreamOptions
 from sightline.server.desks.forms.form import EngineForm, TicketT
+from sightline.server.desks.forms.structured import structured_outputs
 from sightline.server.desks.protocol import Generated, Order, StreamShape, UsageEvents
 from sightline.server.http.errors import check_model, field_named_in, invalid
 from sightline.server.http.limits import check_adjustments, check_cost
@@ -105,6 +106,7 @@ class GenerationForm(EngineForm[GenerationT, TicketT, Generated], Generic[Genera
     def _params(self, request: GenerationT) -> SamplingParams:
         given = {name: getattr(request, name) for name in SAMPLED}
         params = {name: value for name, value in given.items() if value is not None} | self.sampling(request)
+        params |= structured_outputs(request)
         if request.stream and request.prompt_logprobs is not None:
             raise invalid("prompt_logprobs is not supported with stream", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
