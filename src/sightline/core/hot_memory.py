@@ -80,8 +80,8 @@ def demand_of(hisparse: HiSparse, facts: ChosenFacts, itemsize: int, model_len: 
     """Returns the demand of a model's hot entries. Raises `ConfigError` if the settings do not fit the model."""
     if not facts.top_k:
         raise ConfigError(
-            "expected a model whose layers attend to chosen tokens (DeepSeek V3.2, GLM-5) with enable_hisparse, got one "
-            "whose layers do not, or choose entries of several tokens (DeepSeek V4); leave it out"
+            "expected a model whose layers attend to chosen tokens (DeepSeek V3.2, GLM-5) with enable_hisparse, got "
+            "one whose layers do not, or choose entries of several tokens (DeepSeek V4); leave it out"
         )
     if hisparse.top_k not in (None, facts.top_k):
         raise ConfigError(
