@@ -71,11 +71,11 @@ def test_ragged_rows_beside_each_other(backends: Backends, seed: int) -> None:
             bench.step(parts, padded=order.choice([0, 0, 2]))
 
 
-@pytest.mark.parametrize("limit", [1, 4000])
+@pytest.mark.parametrize("limit", [1, 400, 600, 4000])
 def test_steps_are_split_where_memory_is_small(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressor, "MAX_ELEMENTS", limit)
     monkeypatch.setattr(tiles, "MAX_ELEMENTS", limit)
-    bench, own = CompressedBench(TORCH), texts(90, 33, 3)
+    bench, own = CompressedBench(TORCH), texts(90, 33, 3, 22, 27, 14, 9)
     rows = [bench.open_row(text.length) for text in own]
     for begin, end in ((0.0, 0.5), (0.5, 1.0)):
         cuts = [(int(begin * text.length), int(end * text.length)) for text in own]
