@@ -12,6 +12,7 @@ from sightline.attention.backends.reference.compressed_backend import ReferenceC
 from sightline.attention.backends.reference.compressed_index_backend import ReferenceCompressedIndexBackend
 from sightline.attention.backends.torch.compressed_backend import TorchCompressedBackend
 from sightline.attention.backends.torch.compressed_index_backend import TorchCompressedIndexBackend
+from sightline.attention.compressed import compressor, tiles
 from sightline.attention.kinds import SpecKind
 from sightline.attention.oracle.compressed import sums_behind, window_behind
 from sightline.cache.layout import Layout
@@ -68,6 +69,17 @@ def test_ragged_rows_beside_each_other(backends: Backends, seed: int) -> None:
         order.shuffle(parts)
         if parts:
             bench.step(parts, padded=order.choice([0, 0, 2]))
+
+
+@pytest.mark.parametrize("limit", [1, 400, 600, 4000])
+def test_steps_are_split_where_memory_is_small(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressor, "MAX_ELEMENTS", limit)
+    monkeypatch.setattr(tiles, "MAX_ELEMENTS", limit)
+    bench, own = CompressedBench(TORCH), texts(90, 33, 3, 22, 27, 14, 9)
+    rows = [bench.open_row(text.length) for text in own]
+    for begin, end in ((0.0, 0.5), (0.5, 1.0)):
+        cuts = [(int(begin * text.length), int(end * text.length)) for text in own]
+        bench.step([TextPart(row, text, *cut) for row, text, cut in zip(rows, own, cuts, strict=True)], padded=2)
 
 
 @both

@@ -187,3 +187,15 @@ def test_decode_rows_without_a_page_of_their_own_are_refused() -> None:
     row = open_row(store, 16)
     with pytest.raises(BatchError, match="enough for 17 tokens"):
         packed_pool(store).slots_to_write([row], [16], [1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_pages_that_others_read_are_never_written(num_rows: int) -> None:
+    limits = CacheLimits(41, 16, max_rows=41, max_seq_len=16)
+    spec = PoolSpec("entry", (PlaneSpec("entry", (1,), torch.float32),), 1, tokens_per_entry=4)
+    store = CacheStore([GroupCacheSpec("packed", (spec,))], limits, CPU)
+    rows = [open_row(store, 16) for _ in range(num_rows)]
+    store.fill_row(rows[-1], 16)
+    store.adopt(store.open_row(), [store.committed_bundle(rows[-1], 0)])
+    with pytest.raises(BatchError, match="alone where it writes"):
+        store.pools[0].slots_to_write(rows, [3] * num_rows, [1] * num_rows)
