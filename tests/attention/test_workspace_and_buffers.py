@@ -38,7 +38,8 @@ def test_the_ledger_has_every_lease_in_order_with_its_bytes() -> None:
 def test_a_lease_may_fill_the_limit_and_not_pass_it() -> None:
     workspace = Workspace(CPU, 100)
     workspace.lease("group0", "k", MAIN_LANE, [15], torch.float32)
-    with pytest.raises(ConfigError, match=r"at most 100 bytes of scratch memory, got 60 and 44 more for group0\.v"):
+    told = r"at most 100 bytes of scratch memory, got 60 and 44 more for group0\.v; lower max_model_len, max_num_seqs"
+    with pytest.raises(ConfigError, match=told):
         workspace.lease("group0", "v", MAIN_LANE, [11], torch.float32)
     assert workspace.num_bytes == 60, "a refused lease was counted"
     workspace.lease("group0", "v", MAIN_LANE, [10], torch.float32)

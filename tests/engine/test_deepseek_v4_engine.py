@@ -72,3 +72,9 @@ def test_pages_that_entries_do_not_fit_into_are_refused(folders: Callable[[str],
 def test_predictors_that_are_not_read_are_refused_as_drafters(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="multi-token prediction, which the method mtp needs"):
         tiny(folders(FAMILY), speculative_config={"method": "mtp"})
+
+
+def test_a_model_that_keeps_states_is_refused_as_a_drafter(folders: Callable[[str], Path]) -> None:
+    drafting = {"method": "draft_model", "model": str(folders(FAMILY))}
+    with pytest.raises(ConfigError, match="expected a drafter that keeps no state of a sequence"):
+        tiny(folders(FAMILY), speculative_config=drafting)

@@ -67,7 +67,8 @@ class Workspace:
         if self.num_bytes + num_bytes > self._limit_bytes:
             raise ConfigError(
                 f"expected at most {self._limit_bytes:,} bytes of scratch memory, got {self.num_bytes:,} and "
-                f"{num_bytes:,} more for {owner}.{name}; lower max_model_len or max_num_batched_tokens"
+                f"{num_bytes:,} more for {owner}.{name}; lower max_model_len, max_num_seqs or "
+                "max_num_batched_tokens"
             )
         allocate = torch.zeros if zeroed else torch.empty
         lease = self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self._device)

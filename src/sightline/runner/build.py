@@ -237,7 +237,7 @@ def draw_up(
         its_groups = tuple(itertools.chain(*draft_groups))
         if any(group.is_recurrent for group in its_groups):
             raise ConfigError(
-                "expected a drafter without recurrent layers, got one with some: their states cannot go back behind "
+                "expected a drafter that keeps no state of a sequence, got one that does: states cannot go back behind "
                 "a refused guess; use another drafter, or ngram"
             )
         its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
