@@ -23,7 +23,7 @@ class GateKind(IntEnum):
 
 @dataclass(frozen=True)
 class GateRule:
-    """A kind, and the numbers of the clamped kinds, which others ignore: `alpha` is 1 for `CLAMPED_SILU`."""
+    """A kind, and the numbers of the clamped kinds, which others ignore. `alpha` is that of `CLAMPED_SWIGLU` alone."""
 
     kind: GateKind
     alpha: float = 1.0
@@ -37,7 +37,8 @@ def gated(gate, up, alpha, limit, KIND: tl.constexpr):
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         added = 1.0 if KIND == 4 else 0.0
-        result = (up + added) * gate * sigmoid(alpha * gate)
+        steeper = alpha * gate if KIND == 4 else gate
+        result = (up + added) * gate * sigmoid(steeper)
     else:
         result = activated(gate, KIND) * up
     return result

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sightline.core.structured import OutputKind
-from sightline.server.api.schema import GenerationFields, ResponseFormat
+from sightline.server.api.schema import GenerationFields, JsonSchemaFormat, ResponseFormat
 from sightline.server.http.errors import invalid
 
 
@@ -37,17 +37,15 @@ def structured_outputs(request: GenerationFields) -> Mapping[str, Any]:
 
 
 def _of_format(wanted: ResponseFormat) -> Mapping[str, object] | None:
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        said = "without" if wanted.json_schema is None else "with"
-        raise invalid(
-            f'expected response_format.json_schema with the type "json_schema" alone, got "{wanted.type}" {said} it',
-            "response_format.json_schema",
-        )
-    match wanted.type:
-        case "text":
+    match wanted.type, wanted.json_schema:
+        case "text", None:
             return None
-        case "json_object":
+        case "json_object", None:
             return {OutputKind.JSON_OBJECT: True}
-        case "json_schema":
-            assert wanted.json_schema is not None
-            return {OutputKind.JSON: wanted.json_schema.schema}
+        case "json_schema", JsonSchemaFormat(schema=schema):
+            return {OutputKind.JSON: schema}
+    said = "without" if wanted.json_schema is None else "with"
+    raise invalid(
+        f'expected response_format.json_schema with the type "json_schema" alone, got "{wanted.type}" {said} it',
+        "response_format.json_schema",
+    )
