@@ -3,7 +3,7 @@
 Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports triton. A shell
 that runs the tests in the background has them, and every process that they start, ignore Ctrl-C: they must not.
 
-`make test` runs what is not marked `prove`, and `make prove` what is: single tests, and all of the folders `PROOFS`.
+`make test` runs what is not marked `prove`, and `make prove` what is: single tests, and all of `PROOFS`.
 What is marked `prove` has more time, so that a slow machine does not fail it.
 """
 
@@ -22,8 +22,34 @@ from support.lone_oracles import import_oracles_alone
 from support.named_failures import NamedFailures
 
 TESTS = Path(__file__).parent
-PROOFS = (TESTS / "conformance", TESTS / "testing")
-"""Tests of the tests: the kit, its mutants, the simulator and its planted bugs."""
+PROOFS = tuple(
+    TESTS / name
+    for name in (
+        # Tests of the tests: the kit, its mutants, the simulator and its planted bugs.
+        "conformance",
+        "testing",
+        # Much time for what changes seldom, or for what quicker tests see a part of.
+        "bench/attention",
+        "kernels/cpu/test_compiler.py",
+        "kernels/test_triton_experts.py",
+        "kernels/test_triton_extend.py",
+        "kernels/test_triton_routing.py",
+        "kernels/test_triton_row_product.py",
+        "kernels/test_triton_thin_product.py",
+        "models/loading/test_hub.py",
+        "models/test_cache_scales.py",
+        "models/test_quantised_compute.py",
+        "server/test_life.py",
+        "server/test_page_access.py",
+        "server/test_security.py",
+        "test_embedding_weights.py",
+        "test_fp8_cache.py",
+        "test_latent_models.py",
+        "test_real_weights.py",
+        "text/templates/test_template_sandbox.py",
+    )
+)
+"""Folders and files whose tests are all proofs."""
 PROOF_SECONDS = 900
 """The timeout of what is marked `prove`, unless a test has its own."""
 
@@ -46,7 +72,7 @@ def _packages_are_looked_for_once() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in PROOFS):
+        if any(item.path.is_relative_to(place) for place in PROOFS):
             item.add_marker(pytest.mark.prove)
         if item.get_closest_marker("prove") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PROOF_SECONDS))
