@@ -58,12 +58,23 @@ def backends(kind: SpecKind) -> list[Any]:
 TORCH = [pytest.param(TorchRecurrentBackend, id="torch"), pytest.param(InPlace, id="torch in place")]
 NUMBA = pytest.param(NumbaRecurrentBackend, id="numba")
 SMALL = pytest.param(Narrow, id="torch in small tiles", marks=pytest.mark.prove)
+
+
+def seldom_specs() -> list[Any]:
+    """Every spec; most run only if slow tests are asked for."""
+    proven, quick = ("mamba", "kimi delta"), ("gated delta", "everything")
+    seldom = {name: pytest.mark.prove if name in proven else pytest.mark.slow for name in SPECS if name not in quick}
+    return [pytest.param(spec, id=name, marks=seldom.get(name, ())) for name, spec in SPECS.items()]
+
+
 Backend = type[AttentionBackend[Any, Any]]
 every_backend = pytest.mark.parametrize("backend", [*backends(SpecKind.RECURRENT), TORCH[1], SMALL])
 recurrent = pytest.mark.parametrize("backend", [*TORCH, NUMBA])
 tiled = pytest.mark.parametrize("backend", [*TORCH, SMALL, NUMBA])
 convolutional = pytest.mark.parametrize("backend", backends(SpecKind.CONVOLUTION))
 main_specs = pytest.mark.parametrize("spec", routine(SPECS, "gated delta", "everything"))
+# Compiled kernels take ten seconds for each.
+few_specs = pytest.mark.parametrize("spec", seldom_specs())
 
 
 def rows(*lengths: int, kept: tuple[int, ...] = (), begins: bool = False) -> list[StateCase]:
@@ -84,7 +95,7 @@ STEPS = {
 
 
 @every_backend
-@main_specs
+@few_specs
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_equals_the_oracle(backend: Backend, spec: RecurrentSpec, name: str) -> None:
     step = StateStep(StateRig(backend, spec), STEPS[name], padding=(2, 3))
@@ -245,7 +256,7 @@ def test_two_plans_may_be_alive(backend: Backend) -> None:
 
 @pytest.mark.prove
 @recurrent
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_is_rounded_at_the_end_only(backend: Backend, dtype: torch.dtype) -> None:
     step = StateStep(StateRig(backend, EVERYTHING, dtype), STEPS["mixed"])
     inputs = make_inputs(EVERYTHING, step.num_tokens, dtype=dtype)

@@ -76,6 +76,7 @@ def test_the_winners_are_those_of_the_host(
     assert raced(logits, choices) == draw(logits, choices)
 
 
+@pytest.mark.slow
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(40))
 def test_the_winners_are_those_of_the_host_in_a_whole_vocabulary(seed: int) -> None:
