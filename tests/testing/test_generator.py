@@ -46,8 +46,13 @@ def test_every_goal_is_reached(domains: Domains) -> None:
 def test_all_but_what_cannot_be_is_reached_with_company(domains: Domains) -> None:
     goals = Goals(domains)
     missing = goals.all - {goal for case in cases_for(domains) for goal in goals.reached_closely(case)}
+    transient = (Dimension.POLICY, "transient")
     # One token and no cache: there is nothing else to see.
-    assert [goals.ends(goal) for goal in missing] == [((Dimension.STEP_TOKENS, "low"), (Dimension.POLICY, "transient"))]
+    expected = {((Dimension.STEP_TOKENS, "low"), transient)}
+    if domains.kind is SpecKind.COMPRESSED_INDEX:
+        # Without a cache, the most rows are too short for an entry each.
+        expected.add(((Dimension.ROWS, "high"), transient))
+    assert {goals.ends(goal) for goal in missing} == expected
 
 
 @pytest.mark.parametrize("narrow", [Dimension.LAYERS, Dimension.KEY_HEADS], ids=lambda each: each.value)

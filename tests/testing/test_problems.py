@@ -221,6 +221,8 @@ def test_of_a_row_of_two_kinds_one_is_named() -> None:
     both = replace(SUBJECT, capability=replace(ROW, spec_kinds=frozenset(SpecKind)))
     assert replace(both, named_kind=SpecKind.LATENT).problem is PROBLEMS[SpecKind.LATENT]
     with pytest.raises(
-        ConfigError, match="expected one kind of attention to try, got convolution, index, latent, recurrent, softmax"
+        ConfigError,
+        match="expected one kind of attention to try, got compressed, compressed-index, convolution, index, "
+        "latent, recurrent, softmax",
     ):
         PROBLEMS[both.kind].plain((16,), (1,))

@@ -67,7 +67,7 @@ _ANY_POOL = {DeviceKind.CPU: MOST_POOL_BYTES, DeviceKind.CUDA: 1 << 62}
 """The largest pool of an engine's demand. On a GPU the demand is already limited to the free memory."""
 _MOST_KEY_HEADS = 16
 """The most key heads of a layer with states: its states are large."""
-_MOST_COMPRESSED = 2048
+_MOST_COMPRESSED = 1024
 """The longest context of compressed attention: the oracle computes all of it."""
 _MOST_WINDOW = 256
 """The largest window that is part of a state."""

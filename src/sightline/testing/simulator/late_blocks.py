@@ -104,11 +104,12 @@ class LateBlocks:
 
     def _spoil(self, places: Sequence[BlockPlace]) -> None:
         """Fills pages and states that will be written with NaN."""
-        size, states = self._store.limits.page_size, self._store.main.states
+        states = self._store.main.states
         for place in places:
             for pool, page in zip(self._store.pools, place.pages, strict=True):
+                entries = slice(page * pool.entries_per_page, (page + 1) * pool.entries_per_page)
                 for plane in pool.spec.planes:
-                    pool.plane(plane.name)[:, page * size : (page + 1) * size] = torch.nan
+                    pool.plane(plane.name)[:, entries] = torch.nan
             if place.state is not None and states is not None:
                 for each in states.pools:
                     each.fill([place.state], torch.nan)
