@@ -23,7 +23,7 @@ MAX_CHOICE_CHARACTERS = 1 << 14
 
 
 class OutputKind(StrEnum):
-    """What an answer may be held to; the values are the names of the fields."""
+    """The kinds of rules for an answer. The values are the names of the fields."""
 
     JSON = "json"
     JSON_OBJECT = "json_object"
@@ -34,7 +34,7 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What the text of an answer must be. Exactly one field is given."""
+    """A rule that the text of an answer satisfies. Exactly one field is given."""
 
     json: str | Mapping[str, Any] | bool | None = None
     """A JSON schema, or its text. Kept as text without spaces."""
@@ -48,13 +48,13 @@ class StructuredOutputs:
     """A context-free grammar in the Lark syntax of llguidance."""
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
-        if self.json is False:
-            given.append("json")
+        given = self._given()
         if len(given) != 1:
             names = ", ".join(OutputKind)
-            raise RequestError(f"expected exactly one of {names} in structured_outputs, got {given or 'none'}")
-        match OutputKind(given[0]):
+            raise RequestError(
+                f"expected exactly one of {names} in structured_outputs, got {', '.join(given) or 'none'}"
+            )
+        match given[0]:
             case OutputKind.JSON:
                 object.__setattr__(self, "json", _schema_text(self.json))
             case OutputKind.JSON_OBJECT if self.json_object is not True:
@@ -66,10 +66,21 @@ class StructuredOutputs:
             case OutputKind.GRAMMAR:
                 _check_text("grammar", self.grammar, MAX_GRAMMAR_CHARACTERS)
 
+    def _given(self) -> list[OutputKind]:
+        """The fields that are given. The schema `false` is one."""
+        values = {
+            OutputKind.JSON: self.json,
+            OutputKind.JSON_OBJECT: None if self.json_object is False else self.json_object,
+            OutputKind.REGEX: self.regex,
+            OutputKind.CHOICE: self.choice,
+            OutputKind.GRAMMAR: self.grammar,
+        }
+        return [kind for kind, value in values.items() if value is not None]
+
     @property
     def kind(self) -> OutputKind:
-        """Which field is given."""
-        return next(each for each in OutputKind if getattr(self, each) not in (None, False))
+        """The field that is given."""
+        return self._given()[0]
 
     @property
     def source(self) -> str:

@@ -271,7 +271,7 @@ class DecoderStates(Model):
     taps: Taps
     per_layer: PerLayerInputs | None = None
     head: StreamHead | None = None
-    """What joins the residual streams; None if there is one."""
+    """How the residual streams are joined; None if there is one."""
 
     @property
     def turns(self) -> bool:

@@ -46,7 +46,7 @@ class QuerySpan(NamedTuple):
 
 @dataclass(frozen=True)
 class TileSizes:
-    """What decides how many queries fit a tile."""
+    """The sizes that decide how many queries fit a tile."""
 
     heads: int
     head_dim: int

@@ -54,9 +54,9 @@ class MaskedWork:
 
     rows: int
     plain_seconds: float
-    """Of a step without masks, the median of the rounds."""
+    """The time of a step without masks: the median of the rounds."""
     masked_seconds: float
-    """Of a step with a mask for each row, likewise."""
+    """The time of a step with a mask for each row, likewise."""
     fill_seconds: float
     """A core's time of filling one mask, on average over the answers."""
     num_ended: int
@@ -95,7 +95,7 @@ class StructuredReport:
     model: str
     vocab_size: int
     compile_seconds: float
-    """Of compiling the schema, with the vocabulary read before."""
+    """The time of compiling the schema, with the vocabulary read before."""
     num_iters: int
     works: tuple[MaskedWork, ...]
 
@@ -170,7 +170,7 @@ def _compiled(engine: Engine, held: SamplingParams) -> float:
 @dataclass(frozen=True)
 class _Round:
     seconds: float
-    """Of a step, from when every row has some tokens."""
+    """The time of a step, from when every row has some tokens."""
     outputs: list[RequestOutput]
 
 

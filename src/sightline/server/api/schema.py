@@ -115,7 +115,7 @@ class JsonSchemaFormat(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """What an answer must be, as OpenAI's API has it."""
+    """A rule for the answer, as OpenAI's API has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None

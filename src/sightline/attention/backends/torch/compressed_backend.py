@@ -26,7 +26,7 @@ from sightline.attention.contract import AttentionBackend, AttentionPlan, Backen
 
 @dataclass(frozen=True, eq=False)
 class _Planes:
-    """What a layer keeps."""
+    """The tensors that a layer keeps."""
 
     window: Tensor
     """[num_slots, window, head_dim]."""

@@ -45,7 +45,7 @@ MOST_AT_ONCE = 2048
 
 @dataclass(frozen=True, eq=False)
 class _Planes:
-    """What a layer keeps."""
+    """The tensors that a layer keeps."""
 
     window: Tensor
     """[num_slots, window, head_dim]."""
