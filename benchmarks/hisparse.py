@@ -4,6 +4,9 @@
     8 rows of 32,768 tokens: four times what a pool of 65,536 tokens would hold
     buffers of 4,096 hot entries a row and layer, of which a token chooses 2,048
 
+`--model v4` takes 4 layers of V4-Flash's shape instead, one of each kind and a second that chooses: a token chooses 512
+entries of 4 tokens, and 1,024 are hot.
+
 Random weights choose at random, so the choice is scripted: the indexers run, and what they chose is replaced by one of
 which nine tenths stay from step to step and the rest moves on, which a buffer of this size has forgotten when it comes
 back. The hit rate is counted, not assumed. The first steps of both are compared before any time is reported, and both
@@ -24,11 +27,13 @@ from torch import Tensor
 
 from sightline.attention.contract import IndexInputs
 from sightline.attention.planner import PlannedBatch
+from sightline.bench.engine.work import CONFIGS
 from sightline.core.batch import RowWork, StepWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 
 TOLERANCE = 3e-2
 """Of the logits' norm: the same entries are read in another order of memory, in bf16."""
@@ -104,15 +109,16 @@ class Plan(NamedTuple):
     warm_up: int
     steps: int
     settings: dict[str, Any]
+    tokens_per_entry: int = 1
 
 
 class ScriptedChoice:
     """Replaces what indexers choose. Counts steps on the device, so that captured steps move on too."""
 
-    def __init__(self, top_k: int, context: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device) -> None:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._number = torch.arange(top_k, device=device)
-        self._context, self._stride = context, context // top_k
+        self._number = torch.arange(plan.top_k, device=device)
+        self._context, self._stride = plan.context, plan.context // plan.tokens_per_entry // plan.top_k
         self._choose = PlannedBatch.choose
 
     def install(self) -> None:
@@ -156,6 +162,10 @@ def fill(runtime: Runtime, plan: Plan) -> list[int]:
                     values = torch.randn(plan.context, *spec.shape, generator=generator, device=device)
                     layer.index_copy_(0, slots, values.mul_(0.1).to(spec.dtype))
         runtime.store.fill_row(row, plan.context)
+        states = runtime.store.main.states
+        if states is not None:
+            for each in states.pools:
+                each.fill([states.slot(row, plan.context)], 0.0)
     return rows
 
 
@@ -212,27 +222,46 @@ class Measured:
             self.hit_rate = 1.0 - (all_copied - copied) / (all_chosen - chosen)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="try the script with a tiny model")
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--attention-backend", default="triton-latent,triton-index", help="of both engines")
-    given = parser.parse_args()
-    values = V32 | {"num_hidden_layers": given.layers} | (TINY if given.cpu else {})
-    card: dict[str, Any] = {
+TRIAL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 64}
+
+
+def card(given: argparse.Namespace, backends: str) -> dict[str, Any]:
+    """Settings on a GPU. The same kernels read both, and nothing waits for a library to compile."""
+    return {
         "device": "cuda",
         "dtype": "bfloat16",
-        # The same kernels read both, and nothing waits for a library to compile.
-        "attention_backend": given.attention_backend,
+        "attention_backend": given.attention_backend or backends,
         "cuda_graph_sizes": "8",
         "max_num_batched_tokens": 64,
     }
-    plan = Plan(2048, 4096, 8, given.context, 40, given.steps, card)
+
+
+def v32(given: argparse.Namespace) -> tuple[dict[str, Any], Plan]:
+    values = V32 | {"num_hidden_layers": given.layers} | (TINY if given.cpu else {})
     if given.cpu:
-        plan = Plan(16, 32, 2, 256, 12, 8, {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 64})
-    script = ScriptedChoice(plan.top_k, plan.context, torch.device("cpu" if given.cpu else "cuda"))
+        return values, Plan(16, 32, 2, 256, 12, 8, TRIAL)
+    return values, Plan(2048, 4096, 8, given.context, 40, given.steps, card(given, "triton-latent,triton-index"))
+
+
+def v4(given: argparse.Namespace) -> tuple[dict[str, Any], Plan]:
+    values = json.loads((CONFIGS / f"deepseek-v4-{'small' if given.cpu else '4-layers'}.json").read_text())
+    if given.cpu:
+        return values, Plan(64, 96, 2, 2048, 12, 8, TRIAL, 4)
+    settings = card(given, "triton-compressed,triton-compressed-index")
+    return values, Plan(512, 1024, 8, given.context, 40, given.steps, settings, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="try the script with a tiny model")
+    parser.add_argument("--model", choices=("v32", "v4"), default="v32")
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--layers", type=int, default=3, help="of V3.2")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--attention-backend", help="of both engines; Triton's kernels without it")
+    given = parser.parse_args()
+    values, plan = (v4 if given.model == "v4" else v32)(given)
+    script = ScriptedChoice(plan, torch.device("cpu" if given.cpu else "cuda"))
     script.install()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"

@@ -26,7 +26,8 @@ from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 
 VOCAB, HIDDEN, HEADS = 4096, 512, 16
 SPEC = LatentSpec(HEADS, 128, 64, 128, 128, 192**-0.5)

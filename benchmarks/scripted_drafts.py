@@ -28,8 +28,8 @@ from sightline.bench.engine.work import find_config
 from sightline.core.config import EngineKeywords
 from sightline.core.ledger import Ledger
 from sightline.engine import engine as engine_module
-from sightline.llm import build_engine_of
 from sightline.models.random_weights import RandomCheckpoint
+from sightline.opening import build_engine_of
 from sightline.speculative.drafter import DrafterContext, DrafterOfTexts, TextDrafter
 from sightline.speculative.drafts import AdaptiveDrafts
 

@@ -216,17 +216,14 @@ def choice_contenders(step: Step, spec: IndexSpec) -> Entrants:
     scores = torch.randn(step.sizes.layers, step.rows, step.tokens, device=step.device)
     rows = torch.arange(step.rows, dtype=torch.int32, device=step.device)
     counts = torch.full_like(rows, step.tokens)
-    room = [
-        resolve_name(f"{module}Candidates")(
-            torch.empty(step.rows, size, device=step.device),
-            torch.empty(step.rows, size, dtype=torch.int32, device=step.device),
-        )
-        for size in config.sizes[1:]
-    ]
+    room = resolve_name(f"{module}ChoiceRoom").of(
+        config, step.rows, lambda _, shape: torch.empty(shape, dtype=torch.int32, device=step.device)
+    )
+    overlaps = resolve_name("sightline.kernels.triton.chip:Chip").of(step.device).overlaps
     out = torch.empty(step.rows, spec.top_k, dtype=torch.int32, device=step.device)
 
     def ours(layer: int) -> Tensor:
-        resolve_name(f"{module}choose_places")(scores[layer], rows, counts, room, out, config)
+        resolve_name(f"{module}choose_places")(scores[layer], rows, counts, room, out, config, overlaps=overlaps)
         return out
 
     def check(chosen: Tensor) -> str | None:

@@ -14,8 +14,9 @@ from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedS
 from sightline.attention.groups import group_layers
 from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.spec import IndexSpec, SoftmaxSpec
+from sightline.core.hot_memory import ChosenFacts
 from sightline.core.page_shape import CompressedEntries
-from sightline.runner.quantised import _cache_facts
+from sightline.runner.quantised import _cache_facts, chosen_facts
 from support.compressed_bench import CHOSEN, INDEX, INDEXERS, SPECS, WHOLE, Backends, CompressedBench, TextPart, text_of
 
 FOUR = Compression(4, overlap=True, rope_dim=64, norm_eps=1e-6)
@@ -34,7 +35,7 @@ def test_layers_of_a_model_are_in_groups_by_spec_and_indexers_in_groups_of_their
     assert [group.chooses for group in groups] == [False, False, False, True]
     assert [group.reads_choice for group in groups] == [True, False, False, False]
     assert all(group.is_recurrent for group in groups)
-    assert not any(group.may_be_on_host for group in groups)
+    assert [group.may_be_on_host for group in groups] == [True, False, False, False]
     assert {group.cache_dtype(torch.bfloat16) for group in groups} == {torch.bfloat16}
 
 
@@ -42,7 +43,7 @@ def test_a_layer_keeps_entries_in_pages_and_a_window_with_sums_per_sequence() ->
     group, _ = group_layers([FLASH], indexers={0: CompressedIndexSpec(64, 128, 512, FOUR)})
     cache = group.cache_spec(torch.bfloat16, with_hot_entries=True)
     [pool] = cache.pools
-    assert (pool.tokens_per_entry, pool.entry_bytes, cache.on_host) == (4, 512 * 2, False)
+    assert (pool.tokens_per_entry, pool.entry_bytes, cache.on_host) == (4, 512 * 2, True)
     planes = {plane.name: (plane.shape, plane.dtype) for plane in cache.states.planes}
     assert planes == {"window": ((128, 512), torch.bfloat16), "sums": ((3, 3, 512), torch.float32)}
     without = replace(FLASH, compression=None, top_k=None)
@@ -52,13 +53,17 @@ def test_a_layer_keeps_entries_in_pages_and_a_window_with_sums_per_sequence() ->
 
 
 def test_facts_about_memory_tell_entries_and_both_parts_of_states() -> None:
-    facts = _cache_facts(group_layers(SPECS, indexers=INDEXERS))
+    groups = group_layers(SPECS, indexers=INDEXERS)
+    facts = _cache_facts(groups)
     assert facts["cache_elements_per_token"] == 0
     assert facts["compressed"] == (
         CompressedEntries(4, 2 * 16),
         CompressedEntries(16, 16),
         CompressedEntries(4, 2 * 8),
     )
+    chosen = ChosenFacts(3, 1, 2, 2 * 16, 16, tokens_per_entry=4)
+    assert sum([chosen_facts(group) for group in groups if group.may_be_on_host], ChosenFacts()) == chosen
+    assert (chosen.elements_per_page(16), chosen.elements_per_page(1)) == (4 * 2 * 16, 2 * 16)
     assert facts["state_elements"] == 4 * 10 * 16
     assert facts["state_bytes"] == 4 * (2 * 9 * 16 + 3 * 16 + 2 * 9 * 8)
 

@@ -185,7 +185,7 @@ def run_step(rows: Sequence[Row], room: int) -> list[TorchVarlenCall]:
     return tried.backend.planned
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 40), st.integers(1, 12), st.sampled_from([CAUSAL, FULL])), min_size=1, max_size=6

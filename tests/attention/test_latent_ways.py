@@ -209,7 +209,7 @@ def test_a_transient_step_touches_no_pool(name: str, mask: RowMask) -> None:
     assert bench.store.pools[0].plane("entry").isnan().all(), "nothing was written"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), min_size=1, max_size=5),
     name=st.sampled_from(sorted(BACKENDS)),

@@ -13,10 +13,10 @@ from sightline.attention.backends.fla import rows as fla_rows
 from sightline.attention.backends.flashinfer import rows as flashinfer_rows
 from sightline.attention.backends.registry import BUILT_IN, find, offer
 from sightline.attention.backends.torch.recurrent_backend import TorchRecurrentBackend
-from sightline.attention.capability import Capability, Ranks, Requirement, Work, refusals
+from sightline.attention.capability import Capability, Requirement, Work, refusals
 from sightline.attention.dimensions import Dimension
 from sightline.attention.kinds import Feature
-from sightline.attention.selection import Candidate, select_backend
+from sightline.attention.selection import Candidate, Offer, select_backend
 from sightline.attention.spec import RecurrentSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import NoBackendError
@@ -67,12 +67,35 @@ def test_a_library_serves_the_layers_that_it_has_an_operation_for(name: str, spe
     assert any(not refusals(row, need(SPECS[spec])) for row in rows) == (spec in SERVED[name])
 
 
+def libraries(*, are_proven: bool) -> Offer:
+    """What serves by default, before or after a card has passed the adapters of both libraries."""
+    fla = [
+        replace(
+            row, package=None, ranks=fla_rows.ranks(is_faster=Feature.DELTA_RULE in row.features, is_proven=are_proven)
+        )
+        for row in fla_rows.RECURRENT_ROWS
+    ]
+    changed: dict[str, dict[str, Any]] = {
+        "fla-recurrent": {"rows": lambda: tuple(fla)},
+        "flashinfer-recurrent": {"by_default": are_proven},
+    }
+    candidates = tuple(replace(each, **changed.get(each.name, {})) for each in here())
+    return offer(candidates, None)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("work", Work)
-def test_our_own_kernels_serve_unless_a_library_is_asked_for(spec: str, work: Work) -> None:
-    assert (
-        select_backend(offer(here(), None), need(SPECS[spec]), "group", work=work).candidate.name == "triton-recurrent"
-    )
+def test_our_own_kernels_serve_until_a_library_is_proven(spec: str, work: Work) -> None:
+    chosen = select_backend(libraries(are_proven=False), need(SPECS[spec]), "group", work=work)
+    assert chosen.candidate.name == "triton-recurrent"
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("work", Work)
+def test_the_fastest_proven_library_serves_prompts(spec: str, work: Work) -> None:
+    faster = {"gated delta": "flashinfer-recurrent", "kimi delta": "fla-recurrent"} if work is Work.PREFILL else {}
+    chosen = select_backend(libraries(are_proven=True), need(SPECS[spec]), "group", work=work)
+    assert chosen.candidate.name == faster.get(spec, "triton-recurrent")
 
 
 @pytest.mark.parametrize("name", ["fla-recurrent", "flashinfer-recurrent"])
@@ -81,16 +104,6 @@ def test_a_library_that_is_asked_for_serves_all_kinds_of_work(name: str) -> None
     assert chosen == {name}
     with pytest.raises(NoBackendError, match="lacks skip"):
         select_backend(offer(here(), name), need(replace(DELTA, skip=True)), "group")
-
-
-def test_a_higher_rank_makes_a_library_serve_prompts() -> None:
-    faster = replace(fla_rows.RECURRENT_ROWS[0], package=None, ranks=Ranks(prefill=20, decode=-5, few=-5))
-    candidates = tuple(
-        replace(each, rows=lambda: (faster,)) if each.name == "fla-recurrent" else each for each in here()
-    )
-    chosen = {work: select_backend(offer(candidates, None), need(DELTA), "group", work=work) for work in Work}
-    names = {work: selection.candidate.name for work, selection in chosen.items()}
-    assert names == {**dict.fromkeys(Work, "triton-recurrent"), Work.PREFILL: "fla-recurrent"}
 
 
 def test_a_layer_without_the_feature_is_refused_with_the_reason() -> None:

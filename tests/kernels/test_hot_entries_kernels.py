@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 from sightline.cache.memory import allocate
 from sightline.kernels import hot_entries
 from sightline.kernels.hot_entries import FetchEntries, HotBuffer, TurnRows, drop_entries
+from support.hot_faults import FAULTS
 
 LAYERS, ROWS, PAGE, PAGES = 2, 5, 4, 12
 LENGTH, NUM_SLOTS = PAGE * PAGES, PAGE * PAGES * ROWS
-STEP = 64
+STEP = 120
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -28,8 +28,11 @@ def kernels() -> list[object]:
     return [*found, pytest.param(with_triton.fetch_entries, id="triton")]
 
 
-def make_buffer(size: int, top_k: int, draw: random.Random) -> HotBuffer:
-    """Entries that say which layer and slot they are of; the plane on the device and the map of places are garbage."""
+def make_buffer(size: int, top_k: int, draw: random.Random, apart: int) -> HotBuffer:
+    """Entries that say which layer and slot they are of; the plane on the device and the map of places are garbage.
+
+    If they are of several tokens each, only every other page of a row has some.
+    """
     host = torch.arange(LAYERS * NUM_SLOTS, dtype=torch.int64).view(LAYERS, NUM_SLOTS, 1).repeat(1, 1, 3)
     pages = list(range(ROWS * PAGES))
     draw.shuffle(pages)
@@ -37,8 +40,9 @@ def make_buffer(size: int, top_k: int, draw: random.Random) -> HotBuffer:
         return HotBuffer(
             plane=torch.full((LAYERS * ROWS * size + STEP, 3), -9, dtype=torch.int64),
             host=allocate(host.shape, host.dtype, DEVICE, on_host=True).copy_(host),
-            pages=torch.tensor(pages).view(ROWS, PAGES),
+            pages=_apart(torch.tensor(pages).view(ROWS, PAGES), 1 if apart == 1 else 2),
             page_size=PAGE,
+            apart=apart,
             held=torch.full((LAYERS, ROWS, size), -1, dtype=torch.int32),
             order=torch.arange(size, dtype=torch.int32).repeat(LAYERS, ROWS, 1),
             places=torch.randint(-(2**31), 2**31 - 1, (ROWS, LENGTH + 1), dtype=torch.int32),
@@ -46,6 +50,13 @@ def make_buffer(size: int, top_k: int, draw: random.Random) -> HotBuffer:
             work=torch.full((2, 8, size), -7, dtype=torch.int32),
             sources=torch.zeros(64, top_k, dtype=torch.int64),
         )
+
+
+def _apart(pages: Tensor, stride: int) -> Tensor:
+    """The same pages as some columns of a wider table, whose others name no page."""
+    wide = torch.full((pages.shape[0], stride * pages.shape[1]), 10**6)
+    wide[:, stride - 1 :: stride] = pages
+    return wide[:, stride - 1 :: stride]
 
 
 def choice(draw: random.Random, context: int, new: int, top_k: int) -> list[int]:
@@ -56,11 +67,14 @@ def choice(draw: random.Random, context: int, new: int, top_k: int) -> list[int]
     return places + [-1] * (top_k - len(places))
 
 
-def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, steps: int = 25) -> str | None:
-    """Fetches random choices of random rows in random layers; returns what is wrong, None if nothing is."""
+def play(
+    copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, steps: int = 25, apart: int = 1
+) -> str | None:
+    """Fetches random choices of random rows in random layers; returns what is wrong, None if nothing is. `apart` is
+    how many tokens an entry stands for."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    buffer, base = make_buffer(size, top_k, draw), LAYERS * ROWS * size
+    buffer, base = make_buffer(size, top_k, draw, apart), LAYERS * ROWS * size
     used: dict[tuple[int, int], dict[int, int]] = {}
     asked = copied = 0
     for step in range(steps):
@@ -72,7 +86,7 @@ def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, step
                 known = used.setdefault((each, row), {})
                 used[each, row] = {place: at for place, at in known.items() if place < context}
         chosen = [[choice(draw, context, 1 + token, top_k) for token in range(tokens)] for context in contexts]
-        firsts = [base + 3 * number for number in range(len(rows))]
+        firsts = [base + 3 * apart * number + apart - 1 for number in range(len(rows))]
         slots = torch.full((len(rows) * tokens, top_k), -5, device=DEVICE)
         turn = TurnRows(*(torch.tensor(each, device=DEVICE) for each in (rows, contexts, firsts)))
         copy(buffer, layer, turn, torch.tensor(chosen, dtype=torch.int32, device=DEVICE), slots)
@@ -89,7 +103,7 @@ def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, step
                 found, its = slots[number * tokens + token].tolist(), chosen[number][token]
                 for place, slot in zip([its[0] if each < 0 else each for each in its], found, strict=True):
                     if place >= context:
-                        if slot != firsts[number] + place - context:
+                        if slot != firsts[number] + (place - context) * apart:
                             return "a new entry is looked for elsewhere"
                         continue
                     page = int(buffer.pages[row, place // PAGE])
@@ -111,10 +125,15 @@ def play(copy: FetchEntries, size: int, top_k: int, tokens: int, seed: int, step
 
 
 @pytest.mark.parametrize("copy", kernels())
-@pytest.mark.parametrize(("size", "top_k", "tokens"), [(6, 6, 1), (12, 6, 2), (13, 4, 3), (40, 6, 1)])
-def test_chosen_entries_are_where_their_slots_say(copy: FetchEntries, size: int, top_k: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "top_k", "tokens", "apart"), [(6, 6, 1, 1), (12, 6, 2, 4), (13, 4, 3, 1), (40, 6, 1, 1), (8, 6, 1, 4)]
+)
+def test_chosen_entries_are_where_their_slots_say(
+    copy: FetchEntries, size: int, top_k: int, tokens: int, apart: int
+) -> None:
     # The interpreter is slow.
-    assert play(copy, size, top_k, tokens, seed=size, steps=25 if copy is hot_entries.fetch_entries else 3) is None
+    steps = 25 if copy is hot_entries.fetch_entries else 3
+    assert play(copy, size, top_k, tokens, seed=size, steps=steps, apart=apart) is None
 
 
 @pytest.mark.prove
@@ -126,60 +145,9 @@ def test_random_choices_are_found(copy: FetchEntries, seed: int) -> None:
     assert play(copy, top_k * tokens + draw.randrange(9), top_k, tokens, seed) is None
 
 
-def mutants() -> dict[str, tuple[Callable[[], FetchEntries], str]]:
-    """Named faults of the copying, and what they lead to."""
-    real, give = hot_entries.fetch_entries, hot_entries._give
-
-    def evicting() -> FetchEntries:
-        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                unprotected = lambda empty, kept, *others: give(empty, torch.zeros_like(kept), *others)  # noqa: E731
-                patch.setattr(hot_entries, "_give", unprotected)
-                real(buffer, layer, turn, chosen, slots)
-
-        return copy
-
-    def late() -> FetchEntries:
-        waiting: list[tuple[Tensor, Tensor]] = []
-
-        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
-            before = buffer.plane.clone()
-            real(buffer, layer, turn, chosen, slots)
-            changed = (buffer.plane != before).any(1).nonzero().squeeze(1)
-            arrived = buffer.plane[changed].clone()
-            buffer.plane.copy_(before)
-            for places, entries in waiting:
-                buffer.plane[places] = entries
-            waiting[:] = [(changed, arrived)]
-
-        return copy
-
-    def of_another_row() -> FetchEntries:
-        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
-            mapped = TurnRows(turn.rows.clone(), turn.contexts, turn.firsts)
-            mapped.rows[:-1] = mapped.rows[:-1].roll(1)
-            real(buffer, layer, mapped, chosen, slots)
-
-        return copy
-
-    def by_another_layers_age() -> FetchEntries:
-        def copy(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor, slots: Tensor) -> None:
-            swapped = HotBuffer(**{**vars(buffer), "order": buffer.order.flip(0)})
-            real(swapped, layer, turn, chosen, slots)
-
-        return copy
-
-    return {
-        "hot buffer evicts a chosen token": (evicting, "another entry than the chosen one"),
-        "miss copied after the read": (late, "another entry than the chosen one"),
-        "map of another row": (of_another_row, "another entry than the chosen one"),
-        "LRU age of another layer": (by_another_layers_age, "chosen later than one that stayed"),
-    }
-
-
-@pytest.mark.parametrize("name", list(mutants()))
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str) -> None:
-    make, expected = mutants()[name]
+    make, expected = FAULTS[name]
     found = [play(make(), 8, 6, 1, seed) for seed in range(4)]
     assert any(each is not None and expected in each for each in found), found
 

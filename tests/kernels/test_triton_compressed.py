@@ -36,9 +36,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    routine(
-        CASES, "decode-overlap", "decode-chosen", "guesses", "pieces-of-values-cut-anywhere", "entries-of-several-pages"
-    ),
+    routine(CASES, "decode-overlap", "guesses", "pieces-of-values-cut-anywhere"),
 )
 def test_a_step_equals_all_raw_tokens(case: Case) -> None:
     check(case)

@@ -55,12 +55,7 @@ CASES = {
     "case",
     routine(
         CASES,
-        "page-7",
-        "pages-of-one-and-a-half-blocks",
-        "more-tiles-than-programs",
         "more-parts-than-are-merged-at-once",
-        "more-heads-than-a-unit-cut",
-        "window-over-blocks",
         "everything",
         "without-lse",
         "only-empty-rows",

@@ -37,11 +37,8 @@ CASES = {
     "case",
     routine(
         CASES,
-        "page-7",
-        "more-heads-than-a-unit",
         "more-parts-than-are-merged-at-once",
         "without-lse",
-        "first-half-not-full",
         "only-empty-rows",
         "fp8",
     ),

@@ -7,6 +7,7 @@ import torch
 
 from sightline.kernels.triton.chip import Chip
 from sightline.kernels.triton.project import project_real
+from support.case_marks import proofs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -14,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OVERLAPS = Chip.of(DEVICE).overlaps
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, *proofs(True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_tokens", "num_real", "heads", "latent", "value"),

@@ -18,11 +18,6 @@ TOKENS = torch.tensor([0, 36, 7, 8, 21, 7])
 PROCESSORS = {"this": Processor.detect(), "portable": Processor.detect().portable()}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "kernels"))
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS.keys())
 @pytest.mark.parametrize("num_threads", [1, 5])

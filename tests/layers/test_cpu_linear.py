@@ -31,12 +31,6 @@ all_processors = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels of these tests are shared among them, and with nobody else."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "kernels"))
-
-
 def compute(processor: Processor, num_threads: int = 1) -> CpuCompute:
     return CpuCompute.on(SerialLauncher(num_threads), processor)
 

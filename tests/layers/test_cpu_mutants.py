@@ -47,10 +47,10 @@ def _fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """A kernel with a fault is compiled anew, and nobody else gets it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels"))
     for kernels in (product_kernel, quantise_kernel, lookup_kernel):
-        kernels.cache_clear()
+        kernels.clear()
     yield
     for kernels in (product_kernel, quantise_kernel, lookup_kernel):
-        kernels.cache_clear()
+        kernels.clear()
 
 
 def products_are_their_definition(folder: Path) -> None:

@@ -19,7 +19,7 @@ from sightline.kernels.triton.experts import StackedWeights
 from sightline.layers.activation import Activation, ClampedSilu, ClampedSwiglu, Gate
 from sightline.layers.linear import Linear
 from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import Expert, ExpertCompute, ExpertMlp, SeparateExperts
+from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.layers.sink import Added, Sink, Written
 from sightline.layers.source import Given
@@ -66,6 +66,10 @@ def make_layer(routing: Routing, gate: Gate, *, bias: bool) -> ExpertMlp:
 
 
 def at_once(layer: ExpertMlp) -> ExpertMlp:
+    return replace(layer, bank=stacked_bank(layer))
+
+
+def stacked_bank(layer: ExpertMlp) -> StackedExperts:
     experts = experts_of(layer)
 
     def stacked(projections: list[Linear]) -> StackedWeights:
@@ -75,7 +79,7 @@ def at_once(layer: ExpertMlp) -> ExpertMlp:
         )
 
     gate_up, down = ([dense(getattr(each, name)) for each in experts] for name in ("gate_up", "down"))
-    return replace(layer, bank=StackedExperts(stacked(gate_up), stacked(down), experts[0].gate, overlaps=False))
+    return StackedExperts(stacked(gate_up), stacked(down), experts[0].gate, overlaps=False)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,24 @@ def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Si
     layer(Given(x), sink(expected), scratch_for(x))
     at_once(layer)(Given(x), sink(stream), scratch_for(x))
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_parts_of_the_experts_add_up_to_all(compute: ExpertCompute, num_tokens: int) -> None:
+    """As ranks hold them, over memory of parts that holds NaN."""
+    layer, x = make_layer(ROUTINGS["groups"], Activation.SILU, bias=True), normal(num_tokens, HIDDEN, seed=77)
+    expected, total = torch.empty(num_tokens, HIDDEN), torch.zeros(num_tokens, HIDDEN)
+    layer(Given(x), Written(expected), scratch_for(x))
+    for held in (range(2), range(2, 3), range(3, NUM_EXPERTS)):
+        bank: ExpertBank = SeparateExperts(experts_of(layer)[held.start : held.stop], held)
+        if compute is ExpertCompute.AT_ONCE:
+            bank = replace(stacked_bank(replace(layer, bank=bank)), held=held)
+        part, scratch = replace(layer, bank=bank), scratch_for(x)
+        part.buffers(scratch)
+        scratch.take("experts.parts", 3 * HIDDEN).fill_(torch.nan)
+        part(Given(x), Added(total), scratch)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])

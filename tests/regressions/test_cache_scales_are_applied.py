@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sightline.attention.shared import entry_planes
 from sightline.core.config import EngineConfig
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.tiny_models import load_runtime, make_model, random_prompts, relative_error, stepped_logits
 
 BACKENDS = ["torch", "reference"]

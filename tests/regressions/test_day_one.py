@@ -31,7 +31,8 @@ from sightline.core.errors import NoBackendError, RequestError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases

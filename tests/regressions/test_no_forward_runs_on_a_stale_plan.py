@@ -281,7 +281,7 @@ def mutate(step: Step, planned: PlannedBatch, rows: list[int], name: str, data: 
     return planned
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(names=st.lists(st.sampled_from(MUTATIONS), min_size=1, max_size=4), data=st.data())
 def test_whatever_happens_between_planning_and_running_the_answer_is_right_or_an_error(
     names: list[str], data: st.DataObject

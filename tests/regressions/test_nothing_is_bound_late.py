@@ -31,7 +31,7 @@ from sightline.cache.store import CacheStore
 from sightline.core.errors import ConfigError
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.hot_entries import fetch_entries
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from sightline.testing.simulator.simulation import simulate
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS
@@ -109,7 +109,14 @@ def test_a_backend_is_built_from_its_context_and_from_nothing_else() -> None:
 
 
 def test_attention_and_cache_know_nothing_of_who_builds_them() -> None:
-    above = ("sightline.runner", "sightline.models", "sightline.layers", "sightline.engine.engine", "sightline.llm")
+    above = (
+        "sightline.runner",
+        "sightline.models",
+        "sightline.layers",
+        "sightline.engine.engine",
+        "sightline.opening",
+        "sightline.llm",
+    )
     imported = [
         f"{path}: {name}"
         for path, module in modules("attention", "cache")

@@ -24,7 +24,7 @@ from sightline.core.batch import FULL, Batch, MaskKind, RowMask, RowWork, StepWo
 from sightline.core.config import EngineConfig
 from sightline.core.errors import BatchError, StalePlanError
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support import attention_cases as cases
 from support.tiny_models import load_runtime, make_model, random_prompts, reference_logits, relative_error
 

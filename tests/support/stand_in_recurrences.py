@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,54 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.contract import ConvWeights, RecurrentInputs
-from sightline.attention.oracle.recurrent import convolve_row, recur_row
-from sightline.attention.spec import UNIT_EPSILON, RecurrentSpec
+from sightline.attention.contract import ConvWeights
+from sightline.attention.oracle.recurrent import convolve_row
+from sightline.attention.spec import UNIT_EPSILON
 from sightline.kernels.triton.recurrent_tokens import TokenRows, TokenSlots
 from sightline.kernels.triton.short_convolution import Convolution, Split
+from support.stand_in_kimi import (
+    RCP_LN2,
+    chunk_gated_delta_rule_fwd_h,
+    chunk_gla_fwd_kernel_o,
+    chunk_kda_fwd_intra,
+    decay_sums,
+    prepare_chunk_indices,
+)
+from support.stand_in_segments import borders_of, forget_borders, recur_segments
 
-PIECE = 16
-"""Tokens that the oracle computes at once: it returns the state behind each of them."""
-_BORDERS: deque[tuple[Tensor, list[int]]] = deque(maxlen=4)
-
-
-def borders_of(cu_seqlens: Tensor) -> list[int]:
-    """The borders as the library remembers them: what a tensor held when it was first seen."""
-    for seen, borders in _BORDERS:
-        if seen is cu_seqlens:
-            return borders
-    _BORDERS.append((cu_seqlens, cu_seqlens.tolist()))
-    return _BORDERS[-1][1]
-
-
-def recur_segments(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, scale: float, first: Tensor, borders: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Outputs of all tokens, and the states behind segments [segments, heads, key_dim, value_dim], by the oracle.
-
-    Without `beta`, whole values are stored and no key recalls any. Without queries of unit length, as they are given.
-    """
-    (num_tokens, key_heads, key_dim), (_, heads, value_dim) = q.shape, v.shape
-    spec = RecurrentSpec(
-        num_heads=heads,
-        num_key_heads=key_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        scale=scale,
-        delta_rule=beta is not None,
-        channel_decay=decay.ndim == 3,
-        unit_keys=False,
-        conv_width=0,
-    )
-    mixed = torch.cat([each.reshape(num_tokens, -1) for each in (q, k, v)], dim=1)
-    inputs = RecurrentInputs(mixed, decay, torch.ones(num_tokens, heads) if beta is None else beta, None, None)
-    out, states = torch.full(v.shape, torch.nan), first.float().clone()
-    for segment, (start, stop) in enumerate(itertools.pairwise(borders)):
-        for begin in range(start, stop, PIECE):
-            piece = slice(begin, min(begin + PIECE, stop))
-            found = recur_row(spec, inputs.part(piece), states[segment], None)
-            out[piece], states[segment] = found.out, found.states[-1]
-    return out.to(v.dtype), states
+TILE = 64
+"""Tokens that FlashInfer's kernels read at once."""
 
 
 def _fla(
@@ -296,17 +264,42 @@ def flashinfer_chunk_gated_delta_rule(
     assert q.shape[2] == k.shape[2] == v.shape[2] == 128, "DSL kernel only supports D=128"
     assert g.shape == beta.shape == v.shape[:2]
     assert not (g < 0).any(), "what is left of a state is not a logarithm"
+    refuse_misaligned({**given, "output": output, "output_state": output_state})
     borders = cu_seqlens.tolist()
     assert max_seqlen == max(stop - start for start, stop in itertools.pairwise(borders))
     # As in the kernel, nothing is left of a state below 1e-10.
     decay = torch.log(g + 1e-10)
     out, states = recur_segments(q, k, v, decay, beta, scale or 128**-0.5, initial_state.mT, borders)
+    spread_beyond(k, v, borders, out, states)
     if output is not None:
+        assert output.is_contiguous()
+        assert (output.shape, output.dtype) == (v.shape, v.dtype)
         out = output.copy_(out)
     if not output_final_state:
         return out
     turned = states.mT.contiguous()
     return out, turned if output_state is None else output_state.copy_(turned)
+
+
+def refuse_misaligned(given: Mapping[str, Tensor | None]) -> None:
+    """As the call into a compiled kernel does, which was compiled for pointers to whole 16 bytes."""
+    for name, each in given.items():
+        align = 8 if name == "borders" else 16
+        if each is not None and each.data_ptr() % align:
+            raise ValueError(f"Misaligned Tensor data on argument {name}, expected data alignment={align} bytes")
+
+
+def spread_beyond(k: Tensor, v: Tensor, borders: list[int], out: Tensor, states: Tensor) -> None:
+    """Segments are read in whole tiles. What is read behind the end of one is multiplied by 0, which leaves NaN."""
+    group = v.shape[1] // k.shape[1]
+    for segment, (start, stop) in enumerate(itertools.pairwise(borders)):
+        tile = start + (stop - start - 1) // TILE * TILE
+        beyond = slice(stop, tile + TILE)
+        for head in range(v.shape[1]):
+            read = torch.cat((k[beyond, head // group], v[beyond, head]))
+            if not read.isfinite().all():
+                out[tile:stop, head] = torch.nan
+                states[segment, head] = torch.nan
 
 
 def gated_delta_rule_decode(
@@ -346,6 +339,7 @@ def split_mixed(
     *,
     unit: bool,
     overlaps: bool = False,
+    spoiled: Tensor | None = None,
 ) -> None:
     """Our own kernel of this name, in torch."""
     del overlaps
@@ -368,6 +362,12 @@ def split_mixed(
             heads = part.view(target[start:stop].shape)
             length = torch.sqrt((heads * heads).sum(-1, keepdim=True) + UNIT_EPSILON)
             target[start:stop] = heads / length if is_unit else heads
+        if spoiled is not None:
+            parts = out.k[start:stop], out.v[start:stop]
+            is_finite = torch.cat([part.isfinite().all(-1) for part in parts], dim=1)
+            spoiled[start:stop] = torch.where(is_finite, 0.0, torch.nan)
+            for part in parts:
+                part[~part.isfinite()] = 0.0
 
 
 def find_tokens(query_lens: Tensor, tokens: TokenRows) -> None:
@@ -388,18 +388,34 @@ FLA: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
         ("chunk", chunk_gated_delta_rule),
         ("fused_recurrent", fused_recurrent_gated_delta_rule),
     ),
-    "fla.ops.kda": (("chunk", chunk_kda), ("fused_recurrent", fused_recurrent_kda)),
+    "fla.ops.kda": (
+        ("chunk", chunk_kda),
+        ("fused_recurrent", fused_recurrent_kda),
+        ("chunk_intra", chunk_kda_fwd_intra),
+    ),
+    "fla.ops.common": (("chunk_delta_h", chunk_gated_delta_rule_fwd_h),),
+    "fla.ops.utils": (("index", prepare_chunk_indices),),
     "fla.ops.simple_gla": (("chunk", chunk_simple_gla), ("fused_recurrent", fused_recurrent_simple_gla)),
 }
 """For each module, the files in it and the functions that these hold."""
+INNER: dict[str, dict[str, object]] = {
+    "fla.ops.kda.chunk_intra": {"chunk_kda_fwd_intra": chunk_kda_fwd_intra},
+    "fla.ops.common.chunk_delta_h": {"chunk_gated_delta_rule_fwd_h": chunk_gated_delta_rule_fwd_h},
+    "fla.ops.gla": {},
+    "fla.ops.gla.chunk": {"chunk_gla_fwd_kernel_o": chunk_gla_fwd_kernel_o},
+    "fla.ops.utils.constant": {"RCP_LN2": RCP_LN2},
+}
+"""Modules of fla-core that are imported by their own names, and what they hold."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the stand-ins where imports of the libraries find them, and our kernels where the adapters find them."""
-    _BORDERS.clear()
-    modules = {name: ModuleType(name) for name in ("fla", "fla.ops", *FLA, "flashinfer")}
-    for name in ("fla", "fla.ops", "flashinfer"):
-        modules[name].__path__ = []
+    forget_borders()
+    modules = {name: ModuleType(name) for name in ("fla", "fla.ops", *FLA, *INNER, "flashinfer")}
+    for module in modules.values():
+        module.__path__ = []
+    for name, held in INNER.items():
+        vars(modules[name]).update(held)
     for name, functions in FLA.items():
         vars(modules[name]).update({function.__name__: function for _, function in functions})
     for file, function in FLASHINFER.items():
@@ -409,3 +425,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("sightline.attention.recurrent.waves.split_mixed", split_mixed)
     monkeypatch.setattr("sightline.attention.recurrent.planned_tokens.find_tokens", find_tokens)
+    monkeypatch.setattr("sightline.kernels.triton.decay_sums.decay_sums", decay_sums)

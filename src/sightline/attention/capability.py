@@ -113,7 +113,7 @@ class Capability:
     only_with: frozenset[Feature] = frozenset()
     """Features of recurrent layers that a spec must have: a kernel of the delta rule computes nothing without it."""
     hot_entries: bool = field(default=False, metadata={"proven": False})
-    """Latent attention only: True if it reads chosen entries where its coordinator says, so that they may be in host
+    """Attention to chosen entries only: True if it reads them where its coordinator says, so that they may be in host
     memory."""
     ranks: Ranks = field(default=Ranks(), metadata={"proven": False})
     """Not part of a proof, because ranks do not affect results."""

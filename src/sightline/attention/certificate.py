@@ -5,7 +5,7 @@ Owns the facts that are compared. Does not know how plans are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,3 +63,13 @@ class Staleness(NamedTuple):
     """Changes that a new plan cannot fix: the batch refers to pages that it no longer owns."""
     plan: tuple[str, ...]
     """Changes to derived state, fixed by planning again."""
+
+
+def described_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:
+    """Which rows of a page table changed, in words."""
+    moved = [
+        f"row {row} was version {was}, is {now}"
+        for row, was, now in zip(rows, expected, current, strict=True)
+        if was != now
+    ]
+    return f"page table of pool {key} changed: {', '.join(moved)}"

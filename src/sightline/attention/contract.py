@@ -22,6 +22,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.compressed.inputs import CompressedIndexInputs, CompressedInputs
 from sightline.attention.kinds import Feature
 from sightline.attention.shared.tile_tokens import TileTokens
+from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import AttentionSpec
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
@@ -72,6 +73,10 @@ class EntryTurn(ABC):
     """The tokens, padding perhaps included."""
 
     @abstractmethod
+    def spans(self) -> tuple[RowSpan, ...]:
+        """The tokens by row, in the order of `tokens`, without padding. For steps whose lengths the host knows."""
+
+    @abstractmethod
     def fetch(self, layer: int, chosen: Tensor) -> None:
         """Copies what these tokens chose to the device, if it is not there; in stream order, and without the host.
 
@@ -89,12 +94,15 @@ class EntryTurn(ABC):
 
 
 class EntryPlan(ABC):
-    """A step's use of a latent group's entries."""
+    """A step's use of the entries of a group."""
 
     turns: tuple[EntryTurn, ...]
     """The tokens of a sparse step, in turns; empty if the step is not sparse."""
     reads_step: bool
     """True if the step has no cache: slots index its own tokens."""
+    new_slots: Tensor | None
+    """[num_tokens] int64: the slots of `plane` for the entries that tokens complete; None if nothing is kept. For
+    backends that write these themselves, and call `keep` then."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -105,8 +113,12 @@ class EntryPlan(ABC):
         """Keeps the new entries [num_tokens, latent + rope], before any entry is fetched or read."""
 
     @abstractmethod
+    def keep(self, layer: int) -> None:
+        """Keeps the new entries that are at `new_slots`, before any entry is fetched or read."""
+
+    @abstractmethod
     def plane(self, layer: int) -> Tensor:
-        """[num_slots, latent + rope], as stored: what the slots of turns index, if the step has a cache."""
+        """[num_slots, entry], as stored: what the slots of turns index, if the step has a cache."""
 
     @abstractmethod
     def gather(self, layer: int, slots: Tensor, out: Tensor) -> None:
@@ -131,7 +143,7 @@ class EntryCoordinator(ABC):
 
     @abstractmethod
     def plan(self, step: StepView, buffers: PlanBuffers) -> EntryPlan:
-        """Plans how a step of a latent group reads and writes its entries. Derived state is kept in the plan and in
+        """Plans how a step of a group reads and writes its entries. Derived state is kept in the plan and in
         `buffers`."""
 
     @property
@@ -159,7 +171,7 @@ class BackendContext(Generic[SpecT]):
     launcher: Launcher
     """Runs the kernels of CPU backends."""
     coordinator: EntryCoordinator
-    """Plans where a step of a latent group reads entries and writes new ones. Made for the same cache."""
+    """Plans where a step reads entries and writes new ones. Made for the same cache."""
 
     def __post_init__(self) -> None:
         if self.coordinator.cache is not self.cache:

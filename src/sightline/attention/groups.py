@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from sightline.attention.kinds import CHOOSING_KINDS, ENTRY_KINDS, STATE_KINDS, Feature
+from sightline.attention.kinds import CHOOSING_KINDS, STATE_KINDS, Feature
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.cache.spec import NO_STATES, GroupCacheSpec, ScalesByPlane
 
@@ -59,8 +59,8 @@ class LayerGroup:
 
     @property
     def may_be_on_host(self) -> bool:
-        """True if its entries can be in host memory: those of single tokens, which an indexer chooses."""
-        return self.reads_choice and self.spec.kind in ENTRY_KINDS
+        """True if its entries can be in host memory: those which an indexer chooses. Windows and states cannot."""
+        return self.reads_choice
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a backend keeps keys; `dtype` is the cache's. States of recurrent layers are fp32."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sightline.attention.bindings import GroupBinding, check_part, divide, mask_features, part_of, policy_of
 from sightline.attention.buffers import PlanMemory
-from sightline.attention.certificate import Certificate, PartRecord, Staleness, StepContents
+from sightline.attention.certificate import Certificate, PartRecord, Staleness, StepContents, described_rows
 from sightline.attention.contents import check_contents, planned_contents
 from sightline.attention.contract import (
     AttentionInputs,
@@ -172,9 +172,11 @@ class Planner:
         name: str = "planner",
         side: PlanStream = HERE,
         paranoid: bool = False,
+        joins_lanes: bool = False,
     ) -> None:
         """`lengths` must belong to the store of the bindings' caches; `workspace` holds `name`'s plan buffers; `side`
-        is where `plan_aside` plans."""
+        is where `plan_aside` plans. With `joins_lanes`, steps of all lanes end before the next one of any begins."""
+        self._joins_lanes = joins_lanes
         self.lanes = LaneGuard()
         """Guards the lanes: everything that plans or runs in a lane goes through here."""
         self._lengths = lengths
@@ -258,7 +260,7 @@ class Planner:
 
     def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane, stream: PlanStream = HERE) -> PlannedBatch:
         self._check_current(batch, lane)
-        self._lengths.check(batch, lane)
+        self._lengths.check(batch, self._order(lane))
         return self._make(batch, needs, lane, self._buffers(batch, lane), stream, Renewal.PLAN_AGAIN)
 
     def _check_current(self, batch: Batch, lane: Lane) -> None:
@@ -320,17 +322,17 @@ class Planner:
     def _sparsity(self, group: LayerGroup, batch: Batch) -> frozenset[Feature]:
         """Decides whether a step is sparse: some query may see more entries than it reads. A captured step is sparse if
         any step could be: its launches must not depend on contexts. With entries in host memory, so is every step that
-        reads a context: a dense one would read all of it from the host."""
-        top_k = group.spec.top_k
+        reads a context, all of which a dense one would read from the host, and every step of entries of several tokens.
+        """
+        top_k, ratio, is_static = group.spec.top_k, group.spec.tokens_per_entry, batch.memory in self._static
         if top_k is None:
             return frozenset()
-        is_static = batch.memory in self._static
-        if self._has_hot_entries and (is_static or max(batch.context_lens.bound, default=0) > 0):
+        if self._has_hot_entries and (is_static or ratio > 1 or max(batch.context_lens.bound, default=0) > 0):
             return _SPARSE
         if is_static:
-            return _SPARSE if self._limits.max_seq_len // group.spec.tokens_per_entry > top_k else frozenset()
+            return _SPARSE if self._limits.max_seq_len // ratio > top_k else frozenset()
         longest = max(map(add, batch.context_lens.bound, batch.query_lens.bound), default=0)
-        return _SPARSE if longest // group.spec.tokens_per_entry > top_k else frozenset()
+        return _SPARSE if longest // ratio > top_k else frozenset()
 
     def _plan_groups(
         self, steps: Sequence[StepView], asked: frozenset[Feature], memory: PlanMemory
@@ -404,7 +406,7 @@ class Planner:
                 if stale.batch:
                     raise StalePlanError(stale.batch, REBUILD_BATCH)
                 self._check_step(work.batch, work.plan.certificate.lane)
-                self._lengths.check(work.batch, work.plan.certificate.lane)
+                self._lengths.check(work.batch, self._order(work.plan.certificate.lane))
                 if not stale.plan:
                     return work
                 if work.plan.renewal is Renewal.REFUSE:
@@ -422,7 +424,11 @@ class Planner:
         Raises `BatchError` if it still waits for tokens that an earlier step chooses.
         """
         planned.batch.late.require_filled()
-        self._lengths.launch(planned.batch, planned.plan.certificate.lane)
+        self._lengths.launch(planned.batch, self._order(planned.plan.certificate.lane))
+
+    def _order(self, lane: Lane) -> Lane:
+        """The lane in whose order a lane's steps are."""
+        return MAIN_LANE if self._joins_lanes else lane
 
     def take_back(self, planned: PlannedBatch) -> None:
         """Discards the entries of a launched step that failed or whose result nobody will read."""
@@ -450,7 +456,7 @@ class Planner:
             if rows.table_id != table.table_id:
                 changes.append(f"pool {key} is page table {table.table_id}, the batch was made from {rows.table_id}")
             elif (current := table.versions(batch.rows)) != versions[key]:
-                changes.append(_describe_rows(key, batch.rows, versions[key], current))
+                changes.append(described_rows(key, batch.rows, versions[key], current))
         return tuple(changes)
 
     def _staleness(self, planned: PlannedBatch) -> Staleness:
@@ -488,12 +494,3 @@ class Planner:
 def _versions(batch: Batch) -> dict[str, tuple[int, ...]]:
     """Per pool key: the versions of the page-table rows that the batch was made from."""
     return {key: rows.versions for key, rows in batch.pools.items()}
-
-
-def _describe_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:
-    moved = [
-        f"row {row} was version {was}, is {now}"
-        for row, was, now in zip(rows, expected, current, strict=True)
-        if was != now
-    ]
-    return f"page table of pool {key} changed: {', '.join(moved)}"

@@ -19,6 +19,7 @@ from sightline.core.errors import ConfigError, PlanError
 Lane = NewType("Lane", int)
 """A stream of steps with its own scratch memory and plan buffers."""
 MAIN_LANE = Lane(0)
+SECOND_LANE = Lane(1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Workspace:
 
     def __init__(self, device: torch.device, limit_bytes: int, *, poison: bool = False) -> None:
         """`poison` fills leases that are not zeroed with values that show up if they are read before being written."""
-        self._device = device
+        self.device = device
         self._limit_bytes = limit_bytes
         self._poison = poison
         self._sealed = False
@@ -71,7 +72,7 @@ class Workspace:
                 "max_num_batched_tokens"
             )
         allocate = torch.zeros if zeroed else torch.empty
-        lease = self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self._device)
+        lease = self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self.device)
         if self._poison and not zeroed:
             poison_(lease)
         return lease
@@ -79,7 +80,7 @@ class Workspace:
     def elastic(self, owner: str, name: str, lane: Lane) -> ElasticLease:
         """Returns a lease that may grow while steps are planned; it counts with its current size."""
         key = self._new_key(owner, name, lane)
-        lease = self._elastic[key] = ElasticLease(self, f"{owner}.{name}", self._device)
+        lease = self._elastic[key] = ElasticLease(self, f"{owner}.{name}", self.device)
         return lease
 
     def _new_key(self, owner: str, name: str, lane: Lane) -> tuple[str, str, Lane]:

@@ -27,8 +27,11 @@ class HotBuffer:
     host: Tensor
     """[num_layers, num_host_slots, width]: every entry, as words."""
     pages: Tensor
-    """[rows, max_pages] int64: where the entries of each row are in `host`."""
+    """[rows, max_pages] int64, of any strides: the pages that have the entries of each row in `host`."""
     page_size: int
+    """Entries of a page."""
+    apart: int
+    """Slots from one new entry of a row to the next: the tokens of an entry."""
     held: Tensor
     """[num_layers, rows, buffer] int32."""
     order: Tensor
@@ -51,7 +54,7 @@ class TurnRows(NamedTuple):
     contexts: Tensor
     """[n] int64: entries of the row that are in `host` before the step."""
     firsts: Tensor
-    """[n] int64: the slot of `plane` that has the row's first new entry; the others follow."""
+    """[n] int64: the slot of `plane` that has the row's first new entry; the others follow, `apart` slots each."""
 
 
 class FetchEntries(Protocol):
@@ -99,7 +102,7 @@ def fetch_entries(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor,
     buffer.held[layer].index_copy_(0, turn.rows, found.held)
     buffer.order[layer].index_copy_(0, turn.rows, found.order)
     buffer.counts.add_(torch.stack((is_old.sum(), found.is_first.sum())))
-    fresh = turn.firsts.view(-1, 1) + wanted - contexts
+    fresh = turn.firsts.view(-1, 1) + (wanted - contexts) * buffer.apart
     where = torch.where(is_old, base + found.hot, fresh).view(-1, chosen.shape[2])
     there = wanted.view(-1, chosen.shape[2]) >= 0
     slots.copy_(torch.where(there, where, where[:, :1]).masked_fill_(~there[:, :1], 0))

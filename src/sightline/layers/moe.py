@@ -85,6 +85,8 @@ class SeparateExperts(ExpertBank):
     """One product per chosen expert, with all of its tokens. The host reads how many tokens each expert has."""
 
     experts: tuple[Expert, ...]
+    held: range | None = None
+    """Their numbers, if other ranks have the others, which add what those give; None if these are all."""
 
     def reserve(self, scratch: Scratch, per_token: int) -> None:
         """Leases nothing: how many tokens an expert gets is known only during the step."""
@@ -105,10 +107,11 @@ class SeparateExperts(ExpertBank):
         # Choice i belongs to token i // per_token; sorted by expert, each expert's choices are one slice.
         by_expert = experts.flatten().argsort()
         inputs = x.index_select(0, by_expert // per_token)
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        outputs = torch.empty_like(inputs)
-        start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        held = range(len(self.experts)) if self.held is None else self.held
+        counts = experts.flatten().bincount(minlength=held.stop).tolist()
+        start = sum(counts[: held.start])
+        outputs = torch.empty_like(inputs) if self.held is None else torch.zeros_like(inputs)
+        for expert, count in zip(self.experts, counts[held.start : held.stop], strict=True):
             if count:
                 chosen = slice(start, start + count)
                 outputs.index_copy_(0, by_expert[chosen], expert(inputs[chosen], scratch))

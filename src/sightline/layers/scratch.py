@@ -71,6 +71,7 @@ class Activations:
         """
         self.operations = operations
         self.turns = turns
+        self.device = workspace.device
         self._workspace = workspace
         self._lane = lane
         self._owner = f"{network}{OWNER}"

@@ -61,6 +61,8 @@ class StackedExperts(ExpertBank):
     """Has the same meaning as in `TritonOperations`."""
     gates_itself: bool = False
     """True if the ups are the gates too."""
+    held: range | None = None
+    """The experts whose weights are here, if other ranks have the others."""
 
     def reserve(self, scratch: Scratch, per_token: int) -> None:
         self._buffers(scratch, per_token)
@@ -71,12 +73,21 @@ class StackedExperts(ExpertBank):
         buffers = self._buffers(scratch, routing.experts_per_token)
         rule = routing_rule(routing)
         choose_experts(logits, correction, rule, buffers.experts, buffers.weights, overlaps=self.overlaps)
-        return buffers.experts, buffers.weights
+        return self._own(buffers)
 
     def weigh(self, routing: Routing, logits: Tensor, chosen: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         buffers = self._buffers(scratch, routing.experts_per_token)
         buffers.experts.copy_(chosen)
         buffers.weights.copy_(routing.weigh(logits, chosen))
+        return self._own(buffers)
+
+    def _own(self, buffers: StackedBuffers) -> tuple[Tensor, Tensor]:
+        """The choices in numbers of the experts that are here. Others get the number behind these and no weight."""
+        if self.held is not None:
+            buffers.experts.sub_(self.held.start)
+            others = (buffers.experts < 0) | (buffers.experts >= len(self.held))
+            buffers.experts.masked_fill_(others, len(self.held))
+            buffers.weights.masked_fill_(others, 0.0)
         return buffers.experts, buffers.weights
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
@@ -97,7 +108,8 @@ class StackedExperts(ExpertBank):
             overlaps=overlaps,
         )
         down_product(buffers.inner, self.down, choices, buffers.parts, config, overlaps=overlaps)
-        combine_parts(buffers.parts, weights, sink.target, adds=sink.adds, overlaps=overlaps)
+        skips = self.held is not None
+        combine_parts(buffers.parts, weights, sink.target, adds=sink.adds, skips=skips, overlaps=overlaps)
 
     def _buffers(self, scratch: Scratch, per_token: int) -> StackedBuffers:
         size, hidden = self.gate_up.weight.shape[1] // (1 if self.gates_itself else 2), self.down.weight.shape[1]

@@ -153,16 +153,16 @@ FAULTS = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kernel with a fault is compiled anew, and nobody else gets it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels"))
     kernels = (attend_kernel.attend_kernel, attend_kernel.merge_kernel, attend_prompt.attend_prompt_kernel)
     for each in kernels:
-        each.cache_clear()
+        each.clear()
     yield
     for each in kernels:
-        each.cache_clear()
+        each.clear()
 
 
 def with_fault(fault: Fault, folder: Path) -> ModuleType:
@@ -214,6 +214,7 @@ def test_without_a_fault_the_check_passes(fault: Fault) -> None:
     assert failed(fault) == []
 
 
+@pytest.mark.usefixtures("_fresh_kernels")
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(FAULTS[name], tmp_path, monkeypatch)

@@ -110,15 +110,15 @@ def test_every_kernel_has_its_own_identity(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compiler, "load_kernel", load)
     this = Processor.detect()
     for processor, dtype in product((this, this.portable()), (torch.float32, torch.bfloat16)):
-        quantise_kernel.__wrapped__(dtype, processor)
+        quantise_kernel.make(dtype, processor)
         for form in FORMS.values():
-            product_kernel.__wrapped__(form, dtype, processor)
-            lookup_kernel.__wrapped__(form, dtype, processor)
+            product_kernel.make(form, dtype, processor)
+            lookup_kernel.make(form, dtype, processor)
         for many_rows in (False, True):
-            dense_kernel.__wrapped__(DenseTypes(dtype, dtype, torch.float32), processor, many_rows=many_rows)
+            dense_kernel.make(DenseTypes(dtype, dtype, torch.float32), processor, many_rows=many_rows)
         for group, dim in ((1, 8), (2, 8), (1, 16)):
             for kernel in (attend_kernel, attend_prompt_kernel, merge_kernel):
-                kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
+                kernel.make(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
     assert len(set(found)) == len(found) == 2 * 2 * (1 + 2 * len(FORMS) + 2 + 3 * 3)
 
 

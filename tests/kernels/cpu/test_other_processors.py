@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,18 +25,12 @@ from sightline.layers.cpu_compute import CpuCompute
 from sightline.layers.cpu_embedding import CodedEmbedding
 from sightline.layers.cpu_linear import CodedLinear
 from sightline.layers.torch_operations import TorchOperations
-from support.case_marks import proofs
 from support.coded_weights import FORMS, defined_product, random_coded
 from support.spelled_units import spelled_out
 
 ROWS, OUTPUTS, INPUTS = 71, 37, 512
 CLOSE = 2e-6
 all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-
-
-some_forms = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("Q8_0", "Q4_K") else pytest.mark.prove) for name in FORMS]
-)
 
 
 @pytest.fixture
@@ -47,11 +42,13 @@ def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
 
 @pytest.mark.prove
 @pytest.mark.parametrize(
-    "instructions",
-    [Instructions.AVX_VNNI, *proofs(Instructions.AVX512_VNNI), Instructions.NEON_MATRIX],
-    ids=lambda each: each.value,
+    ("name", "instructions"),
+    [
+        *itertools.product(FORMS, (Instructions.AVX_VNNI, Instructions.NEON_MATRIX)),
+        # The same products as with AVX-VNNI, in wider vectors.
+        *itertools.product(("Q8_0", "Q4_K"), (Instructions.AVX512_VNNI,)),
+    ],
 )
-@some_forms
 def test_products_and_look_ups_with_the_panels_of_other_processors(
     name: str, instructions: Instructions, spelled: Callable[[Instructions], CpuCompute]
 ) -> None:

@@ -64,8 +64,8 @@ def _own(
 ) -> Candidate:
     """A backend of Sightline's own whose library may be missing or broken.
 
-    `by_default` is False for one that serves only if it is requested by name, such as those for devices that nobody
-    here has.
+    `by_default` is False for one that serves only if it is requested by name: it is for devices that nobody here has,
+    or no kit has passed it.
     """
 
     def checked() -> type[AttentionBackend[Any, Any]]:
@@ -120,6 +120,7 @@ BUILT_IN: tuple[Candidate, ...] = (
         _lazily("flashinfer.recurrent_backend:FlashInferRecurrentBackend"),
         flashinfer_rows.RECURRENT_ROWS,
         _FLASHINFER,
+        by_default=flashinfer_rows.RECURRENT_IS_PROVEN,
     ),
     _own("fla-recurrent", _lazily("fla.recurrent_backend:FlaRecurrentBackend"), fla_rows.RECURRENT_ROWS, _FLA),
     _own(

@@ -33,16 +33,18 @@ class ReadEntries:
     rows: Tensor
     """[num_spans * count, 1] int64: the row of each query, for chosen entries."""
 
-    def gather(self, source: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def gather(self, source: Tensor, chosen: Tensor | None, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys [num_spans, num_keys, head_dim] and which are unseen [num_spans, count, num_keys], or per query:
-        [num_queries, top_k, head_dim] and [num_queries, 1, top_k]. `chosen` [num_queries, top_k] are the tile's."""
+        [num_queries, top_k, head_dim] and [num_queries, 1, top_k]. `chosen` [num_queries, top_k] are the tile's, and
+        `slots` where they are, if that is known."""
         if self.dense is not None:
             keys = _gathered(source, self.dense)
             return keys, self.dense.unseen
         assert chosen is not None, "a sparse step has a choice"
         unseen = chosen < 0
-        numbers = chosen.clamp(min=0).long()
-        slots = self.places.find(self.rows.expand_as(numbers), numbers)
+        if slots is None:
+            numbers = chosen.clamp(min=0).long()
+            slots = self.places.find(self.rows.expand_as(numbers), numbers)
         keys = source.index_select(0, slots.flatten()).float().view(*slots.shape, -1)
         return keys.masked_fill_(unseen.unsqueeze(2), 0.0), unseen.unsqueeze(1)
 
@@ -57,8 +59,11 @@ class AttentionTile:
     entries: ReadEntries | None
     """None if no query sees any."""
 
-    def run(self, inputs: CompressedInputs, window: Tensor, source: Tensor | None, out: Tensor) -> None:
-        """Writes the tile's outputs. `window` [num_places, head_dim] are keys of windows, `source` those of entries."""
+    def run(
+        self, inputs: CompressedInputs, window: Tensor, source: Tensor | None, slots: Tensor | None, out: Tensor
+    ) -> None:
+        """Writes the tile's outputs. `window` [num_places, head_dim] are keys of windows, `source` those of entries;
+        `slots` [num_tokens, top_k] int64 say where in it chosen ones are, None if their rows tell."""
         tile, tokens = self.tile, self.tile.tokens
         heads, head_dim = self.spec.num_q_heads, self.spec.head_dim
         q = tokens.of(inputs.q).float().mul(self.spec.scale)
@@ -68,7 +73,7 @@ class AttentionTile:
         far, num_near = None, near.shape[1]
         if self.entries is not None and source is not None:
             chosen = None if inputs.chosen is None else tokens.of(inputs.chosen)
-            far, unseen = self.entries.gather(source, chosen)
+            far, unseen = self.entries.gather(source, chosen, None if slots is None else tokens.of(slots))
             shared = self.entries.dense is not None
             scores.append(self._scores(queries if shared else q.view(-1, heads, head_dim), far, unseen))
         sinks = inputs.sinks.float().view(1, heads, 1).expand(tile.num_spans * tile.count, heads, 1)

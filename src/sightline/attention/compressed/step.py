@@ -32,17 +32,24 @@ class StepCompression:
 
 
 def plan_compression(
-    compression: Compression, head_dim: int, step: StepView, rows: Sequence[NewTokens], pool: Pool, device: torch.device
+    compression: Compression,
+    head_dim: int,
+    step: StepView,
+    rows: Sequence[NewTokens],
+    pool: Pool,
+    slots: Tensor | None,
+    device: torch.device,
 ) -> StepCompression:
-    """Plans a step; `rows` are those that have tokens."""
+    """Plans a step; `rows` are those that have tokens. `slots` [num_tokens] int64 say where the entries that tokens
+    complete go; None under `TRANSIENT`."""
     states, kept = step.states, () if step.states is None else step.states.kept_host
     layout = CompressionLayout.of(compression.ratio, rows, kept)
     read_slots = None if states is None else row_slots(rows, states.read_slots)
     compressor = plan_compressor(compression, head_dim, layout, read_slots, device)
-    if states is None:
+    if slots is None:
         return StepCompression(compressor, OwnEntries.of(layout, rows, device))
-    write_slots = step.batch.pools[pool.key].write_slots.index_select(0, compressor.entry_tokens)
-    return StepCompression(compressor, PooledEntries(pool, step.batch.rows, write_slots))
+    own = slots.index_select(0, compressor.entry_tokens)
+    return StepCompression(compressor, PooledEntries(pool, step.batch.rows, own))
 
 
 def row_slots(rows: Sequence[NewTokens], read_slots: Tensor) -> Tensor:

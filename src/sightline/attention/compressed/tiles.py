@@ -70,14 +70,19 @@ class TileSizes:
         return max(queries * self.heads * keys, (self.window + queries + own) * self.head_dim)
 
 
-def query_tiles(rows: Sequence[NewTokens], sizes: TileSizes) -> Iterator[tuple[QuerySpan, ...]]:
-    """Packs all queries into tiles of spans with equal numbers of queries. Spans with entries are never beside spans
+def whole_rows(rows: Sequence[NewTokens]) -> list[QuerySpan]:
+    """All queries of some rows."""
+    return [QuerySpan(row, row.context, row.length) for row in rows]
+
+
+def query_tiles(queries: Sequence[QuerySpan], sizes: TileSizes) -> Iterator[tuple[QuerySpan, ...]]:
+    """Packs queries into tiles of spans with equal numbers of queries. Spans with entries are never beside spans
     without any, unless the step is sparse."""
 
     def shape(span: QuerySpan) -> tuple[int, int]:
         return span.length, sizes.num_entries(span).bit_length()
 
-    spans = sorted((span for row in rows for span in _cut(row, sizes)), key=shape)
+    spans = sorted((span for whole in queries for span in _cut(whole, sizes)), key=shape)
     for _, members in itertools.groupby(spans, key=shape):
         tile: list[QuerySpan] = []
         longest = 0
@@ -90,14 +95,14 @@ def query_tiles(rows: Sequence[NewTokens], sizes: TileSizes) -> Iterator[tuple[Q
         yield tuple(tile)
 
 
-def _cut(row: NewTokens, sizes: TileSizes) -> Iterator[QuerySpan]:
+def _cut(whole: QuerySpan, sizes: TileSizes) -> Iterator[QuerySpan]:
     """Spans of as many queries as fit a tile."""
-    entries = sizes.num_entries(QuerySpan(row, row.context, row.length))
-    count = min(MOST_QUERIES, row.length)
+    entries, stop = sizes.num_entries(whole), whole.start + whole.length
+    count = min(MOST_QUERIES, whole.length)
     while count > 1 and sizes.elements(count, entries) > MAX_ELEMENTS:
         count //= 2
-    for start in range(row.context, row.stop, count):
-        yield QuerySpan(row, start, min(count, row.stop - start))
+    for start in range(whole.start, stop, count):
+        yield QuerySpan(whole.part, start, min(count, stop - start))
 
 
 @dataclass(frozen=True, eq=False)

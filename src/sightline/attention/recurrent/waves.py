@@ -6,7 +6,13 @@
     scattered       the states behind segments, to the slots that the step names
 
 Most rows keep one state, behind their last token, so that most steps are one wave. The states of a row's next segment
-are those that the library returned. Knows neither a library nor its capability rows.
+are those that the library returned.
+
+Some libraries read whole tiles, also behind the end of a segment, and multiply what is too much by 0. If that is NaN of
+another row, so is the product. For them, keys and values that are not finite become 0, and the betas of their tokens
+NaN, which spoils the row that they belong to, and no other.
+
+Knows neither a library nor its capability rows.
 """
 
 from __future__ import annotations
@@ -64,6 +70,8 @@ class WaveInputs(NamedTuple):
     """[num_tokens, num_heads] or [num_tokens, num_heads, key_dim] fp32, with any strides."""
     beta: Tensor
     """[num_tokens, num_heads] fp32, with any strides."""
+    place: Tensor | None
+    """[num_tokens, num_heads, value_dim], contiguous, where the outputs may be written; None if they lie apart."""
 
 
 class SegmentKernel(Protocol):
@@ -72,14 +80,33 @@ class SegmentKernel(Protocol):
     def __call__(self, given: WaveInputs, borders: Borders, first: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [num_tokens, num_heads, value_dim], scaled, and the states behind the segments, fp32.
 
-        `first` are the states that segments begin with, contiguous, laid out as the library does. They may be changed.
+        The outputs may be `given.place`. `first` are the states that segments begin with, contiguous, laid out as the
+        library does. They may be changed.
         """
+
+
+ALIGNMENT = 16
+"""Bytes. Compiled kernels refuse tensors that do not begin at a multiple, or read them in smaller parts."""
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous and begins at a whole number of `ALIGNMENT`, otherwise a copy."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 class _Wave(NamedTuple):
     tokens: PlaceList
     borders: Borders
     kept: Kept | None
+
+    def place_in(self, out: Tensor) -> Tensor | None:
+        """The outputs of the wave's tokens, if a library can write there."""
+        part = None if self.tokens.run is None else out[self.tokens.run]
+        return part if part is not None and _is_aligned(part) else None
 
 
 class _Tile(NamedTuple):
@@ -101,6 +128,9 @@ class WavePlan(AttentionPlan[RecurrentInputs]):
     tokens: PlannedTokens
     split: Split
     """Scratch memory for the queries, keys and values of all tokens."""
+    spoiled: Tensor | None
+    """[num_tokens, num_key_heads + num_heads] fp32, scratch memory: NaN for tokens whose key, or value, is not finite.
+    None if no segment is read behind its end."""
     scratch: Tensor
     """Scratch memory for the states that the rows of a tile begin with."""
     tiles: tuple[_Tile, ...]
@@ -113,7 +143,8 @@ class WavePlan(AttentionPlan[RecurrentInputs]):
         tails = None if states is None else states.tail
         convolution = None if inputs.conv is None else Convolution(*inputs.conv, tails)
         unit = self.spec.unit_keys
-        split_mixed(inputs.mixed, convolution, self.tokens.slots, self.tokens.rows, self.split, unit=unit)
+        slots, rows = self.tokens.slots, self.tokens.rows
+        split_mixed(inputs.mixed, convolution, slots, rows, self.split, unit=unit, spoiled=self.spoiled)
         for tile in self.tiles:
             behind = first_state(states, tile.read_slots, self.scratch[: tile.num_rows])
             for wave in tile.waves:
@@ -124,10 +155,22 @@ class WavePlan(AttentionPlan[RecurrentInputs]):
 
     def _run_wave(self, wave: _Wave, inputs: RecurrentInputs, behind: Tensor, out: Tensor) -> Tensor:
         """Returns the states behind the wave's segments, which continue those of the first rows of `behind`."""
-        given = WaveInputs(*(wave.tokens.of(each) for each in (*self.split, inputs.decay, inputs.beta)))
+        of, place = wave.tokens.of, wave.place_in(out)
+        beta = of(inputs.beta) if self.spoiled is None else self._marked(of(inputs.beta), of(self.spoiled))
+        q, k, v = self.split
+        given = WaveInputs(of(q), of(k), of(v), of(inputs.decay), beta, place)
         found, states = self.kernel(given, wave.borders, behind[: wave.borders.num_segments])
-        wave.tokens.put(out, found)
+        if found is not place:
+            wave.tokens.put(out, found)
         return states
+
+    def _marked(self, beta: Tensor, spoiled: Tensor) -> Tensor:
+        """[num_tokens, num_heads], contiguous: NaN for tokens that have a key or a value that is not finite."""
+        spec = self.spec
+        keys, values = torch.split(spoiled, [spec.num_key_heads, spec.num_heads], dim=1)
+        found = torch.add(beta, values, out=torch.empty(beta.shape, dtype=beta.dtype, device=beta.device))
+        found.view(-1, spec.num_key_heads, spec.group_size).add_(keys.unsqueeze(2))
+        return found
 
 
 class WavePlanner:
@@ -139,9 +182,11 @@ class WavePlanner:
         kernel: SegmentKernel,
         *,
         values_first: bool,
+        reads_beyond: bool = False,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """`values_first` if the library has states as [value_dim, key_dim], not as [key_dim, value_dim]."""
+        """`values_first` if the library has states as [value_dim, key_dim], not as [key_dim, value_dim].
+        `reads_beyond` if it reads keys and values behind the end of a segment."""
         self._spec = spec = context.spec
         self._kernel = kernel
         self._device = context.device
@@ -151,27 +196,35 @@ class WavePlanner:
         state = (spec.num_heads, *sizes)
         self._most_rows = max(1, min(context.limits.max_rows, scratch_bytes // (4 * torch.Size(state).numel())))
         lease, group = context.workspace.lease, context.group
+        marks = (context.limits.max_step_tokens, spec.num_key_heads + spec.num_heads)
         self._scratch = {
             lane: (
                 lease(group, "first states", lane, (self._most_rows, *state), torch.float32),
                 lease(group, "convolved", lane, (context.limits.max_step_tokens * spec.channels,), context.dtype),
+                lease(group, "spoiled", lane, marks, torch.float32) if reads_beyond else None,
             )
             for lane in context.limits.lanes
         }
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> WavePlan:
-        states, (scratch, flat) = step.states, self._scratch[step.lane]
+        states, (scratch, flat, spoiled) = step.states, self._scratch[step.lane]
         maker, lens = LayoutMaker(states, self._device), step.batch.query_lens.exact()
         # Rows are cut only where a state is kept.
-        tiles = tiles_of(rows_of(lens), maker.kept_host(), max(lens, default=1) + 1, self._most_rows)
+        tiles = [
+            self._plan_tile(tile, maker)
+            for tile in tiles_of(rows_of(lens), maker.kept_host(), max(lens, default=1) + 1, self._most_rows)
+        ]
+        # Behind the last segment of a wave there is nothing to read.
+        is_alone = all(wave.borders.num_segments == 1 for tile in tiles for wave in tile.waves)
         return WavePlan(
             spec=self._spec,
             kernel=self._kernel,
             layers=None if states is None else self._layers,
             tokens=PlannedTokens.of(step, buffers),
             split=self._split(flat, step.batch.num_tokens),
+            spoiled=None if is_alone or spoiled is None else spoiled[: step.batch.num_tokens],
             scratch=scratch,
-            tiles=tuple(self._plan_tile(tile, maker) for tile in tiles),
+            tiles=tuple(tiles),
         )
 
     def _split(self, flat: Tensor, num_tokens: int) -> Split:

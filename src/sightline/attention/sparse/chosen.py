@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.contract import StepView
+from sightline.attention.contract import EntryTurn, StepView
 from sightline.cache.pools import Pool
 from sightline.kernels.chosen_slots import FindSlots
 
@@ -47,3 +47,19 @@ def plan_slots(step: StepView, pool: Pool, buffers: PlanBuffers, find: FindSlots
         return ChosenSlots(None, 1, rows, find)
     rows.copy_(batch.table_rows[row])
     return ChosenSlots(pool.table.pages, pool.page_size, rows, find)
+
+
+_TOKENS_AT_ONCE = 2048
+"""Tokens whose slots are found at once: those of 512 entries take 8 MiB."""
+
+
+def fetch_slots(turn: EntryTurn, layer: int, chosen: Tensor, out: Tensor) -> None:
+    """Fetches what the tokens of a turn chose, and writes where it is to their rows of `out` [num_tokens, top_k].
+
+    `chosen` [num_tokens, top_k] int32 is that of all tokens of the step.
+    """
+    turn.fetch(layer, chosen)
+    count = turn.tokens.indices.shape[0]
+    for start in range(0, count, _TOKENS_AT_ONCE):
+        part = slice(start, min(start + _TOKENS_AT_ONCE, count))
+        turn.tokens.part(part).put(out, turn.slots(chosen, part).to(out.dtype))

@@ -15,8 +15,10 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import EntryCoordinator, EntryCounts, EntryPlan, EntryTurn, StepView
 from sightline.attention.shared.entry_planes import EntryPlane, entry_planes
 from sightline.attention.shared.tile_tokens import TileTokens
+from sightline.attention.shared.tiles import RowSpan, row_spans
 from sightline.attention.sparse.chosen import ChosenSlots, plan_slots
 from sightline.cache.pools import GroupCache, Pool
+from sightline.core.batch import Batch
 from sightline.core.errors import ConfigError
 from sightline.kernels.chosen_slots import FindSlots, chosen_slots
 
@@ -30,6 +32,10 @@ ENTRY = "entry"
 class _ResidentTurn(EntryTurn):
     tokens: TileTokens
     found: ChosenSlots
+    batch: Batch
+
+    def spans(self) -> tuple[RowSpan, ...]:
+        return row_spans(self.batch, None)
 
     def fetch(self, layer: int, chosen: Tensor) -> None:
         """Nothing to do: every entry is there."""
@@ -48,15 +54,17 @@ class ResidentPlan(EntryPlan):
     """Per layer: [num_slots, latent + rope]."""
     entries: Sequence[EntryPlane]
     """Accessors for `planes`."""
-    write_slots: Tensor | None
-    """[num_tokens] int64; None if nothing is kept."""
+    new_slots: Tensor | None
 
     def prepare(self) -> None:
         """Nothing to do: the pool is read as it is."""
 
     def write(self, layer: int, new: Tensor) -> None:
-        if self.write_slots is not None:
-            self.entries[layer].write(self.write_slots, new)
+        if self.new_slots is not None:
+            self.entries[layer].write(self.new_slots, new)
+
+    def keep(self, layer: int) -> None:
+        """Nothing to do: the pool has them."""
 
     def plane(self, layer: int) -> Tensor:
         return self.planes[layer]
@@ -66,7 +74,8 @@ class ResidentPlan(EntryPlan):
 
 
 class ResidentEntries(EntryCoordinator):
-    """Serves every group whose pools are on the device. Only latent groups ask it for plans."""
+    """Serves every group whose pools are on the device. Only latent groups ask it for plans: the others find entries
+    through the page table themselves."""
 
     def __init__(self, cache: GroupCache, find: FindSlots = chosen_slots) -> None:
         """`find` is the device's own way to find slots."""
@@ -106,4 +115,5 @@ def _one_turn(step: StepView, pool: Pool, buffers: PlanBuffers, find: FindSlots)
     count = step.batch.num_tokens
     tokens = buffers.take("tokens", (count,), torch.int64)
     torch.arange(count, out=tokens)
-    return (_ResidentTurn(TileTokens(count, 1, tokens, slice(0, count)), plan_slots(step, pool, buffers, find)),)
+    found = plan_slots(step, pool, buffers, find)
+    return (_ResidentTurn(TileTokens(count, 1, tokens, slice(0, count)), found, step.batch),)

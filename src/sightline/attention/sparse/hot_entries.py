@@ -6,8 +6,11 @@
 
     plane  |- layer 0: row 0, row 1, ... -|- layer 1 ... -|- staged | step -|   of each lane
 
-The host pool always has every entry. A hot entry is a copy of an entry within its row's context. `prepare` forgets
-those behind the context, which this step or a later one writes anew, and all of a row whose pages changed owner.
+The host pool always has every entry. A hot entry is a copy of an entry whose tokens are all in its row's context.
+`prepare` forgets the others, which this step or a later one writes anew, and all of a row whose pages changed owner.
+
+An entry may stand for several tokens; the last of them writes it. Lengths and places of a choice are then counts of
+entries, and the step's part of the plane has the entry of a token at the token's index.
 
 Knows pools, plans and choices. Does not know what computes attention, nor how a copy is made.
 """
@@ -26,7 +29,7 @@ from sightline.attention.contract import EntryCoordinator, EntryCounts, EntryPla
 from sightline.attention.shared.entry_planes import EntryPlane, accessors, entry_planes
 from sightline.attention.shared.tile_tokens import TileTokens
 from sightline.attention.shared.tiles import RowSpan, row_spans
-from sightline.attention.sparse.coordinator import ENTRY, LATENTS, plan_without_cache
+from sightline.attention.sparse.coordinator import ENTRY, plan_without_cache
 from sightline.attention.sparse.late_numbers import LateNumbers
 from sightline.attention.workspace import Lane, poison_
 from sightline.cache.pools import GroupCache
@@ -49,7 +52,7 @@ class HotSizes:
     """Rows of the page table, the padding row included."""
     layers: int
     staged: int
-    """Entries of the longest context, for each lane."""
+    """Entries of the longest row, for each lane."""
     step: int
     """Most new tokens of a step, for each lane."""
 
@@ -78,6 +81,18 @@ class _LaneMemory:
     slots: Tensor
     """[max_rows, top_k] int64: the slots of what the tokens of a turn chose. Every turn fills them anew."""
 
+    def entries(self, lens: Tensor) -> Tensor:
+        """The numbers of entries of so many tokens."""
+        ratio = self.buffer.apart
+        return lens if ratio == 1 else lens.div(ratio, rounding_mode="floor")
+
+    def span_entries(self, span: RowSpan) -> tuple[int, int]:
+        """How many entries a row's context has, and the slot of the first new one: that of the token that completes
+        it."""
+        ratio = self.buffer.apart
+        context = span.context_len // ratio
+        return context, self.step + span.first_token + (context + 1) * ratio - 1 - span.context_len
+
 
 @dataclass(frozen=True, eq=False)
 class _HotTurn(EntryTurn):
@@ -87,6 +102,10 @@ class _HotTurn(EntryTurn):
     memory: _LaneMemory
     rows: TurnRows
     copy: FetchEntries
+    planned: tuple[RowSpan, ...]
+
+    def spans(self) -> tuple[RowSpan, ...]:
+        return self.planned
 
     def fetch(self, layer: int, chosen: Tensor) -> None:
         its = self.tokens.of(chosen)
@@ -106,6 +125,9 @@ class _DecodeTurn(_HotTurn):
 
     batch: Batch
 
+    def spans(self) -> tuple[RowSpan, ...]:
+        return row_spans(self.batch, None)
+
     def prepare(self) -> None:
         """Finds the row and the context of each token; padding tokens count as the padding row's."""
         batch, rows = self.batch, self.rows
@@ -116,7 +138,7 @@ class _DecodeTurn(_HotTurn):
         is_padding = row >= batch.num_rows
         row.clamp_(max=batch.num_rows - 1)
         rows.rows.copy_(batch.table_rows[row].masked_fill_(is_padding, PADDING_ROW))
-        rows.contexts.copy_(batch.context_lens.device[row])
+        rows.contexts.copy_(self.memory.entries(batch.context_lens.device[row]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +151,11 @@ class _StagedTurn(EntryTurn):
     """[num_entries] int64: the slots of the rows' contexts in the host pool, row after row."""
     firsts: Tensor
     """[3, num_tokens] int64, by token: the slot of its row's first staged entry, that of the row's first new entry, and
-    the row's context length."""
+    the entries of the row's context."""
+    planned: tuple[RowSpan, ...]
+
+    def spans(self) -> tuple[RowSpan, ...]:
+        return self.planned
 
     def fetch(self, layer: int, chosen: Tensor) -> None:
         del chosen
@@ -142,9 +168,11 @@ class _StagedTurn(EntryTurn):
 
     def slots(self, chosen: Tensor, part: slice) -> Tensor:
         its = self.tokens.part(part).of(chosen).squeeze(1)
-        places = torch.where(its < 0, its[:, :1], its).to(torch.int64)
+        # A token that chose nothing, because no entry is complete, has slots that nothing reads.
+        places = torch.where(its < 0, its[:, :1], its).clamp(min=0).to(torch.int64)
         staged, new, contexts = self.firsts[:, part].unsqueeze(2)
-        return torch.where(places < contexts, staged + places, new + places - contexts)
+        new = new + (places - contexts) * self.memory.buffer.apart
+        return torch.where(places < contexts, staged + places, new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +187,31 @@ class _HotPlan(EntryPlan):
     contexts: Tensor
     """All [num_rows] int64: the rows of the page table, the versions of their pages, and the context lengths."""
     on_device: Tensor
-    """The plane: [num_slots, latent + rope], for every layer."""
+    """The plane: [num_slots, entry], for every layer."""
     entries: Sequence[EntryPlane]
     """Accessors for the plane on the device, per layer."""
     host: Sequence[EntryPlane]
     """Accessors for the pool, per layer."""
     write_slots: Tensor
     """[num_tokens] int64 of the pool."""
+    new_slots: Tensor
 
     def prepare(self) -> None:
-        drop_entries(self.memory.buffer.held, self.owners, self.rows, self.stamps, self.contexts)
+        contexts = self.memory.entries(self.contexts)
+        drop_entries(self.memory.buffer.held, self.owners, self.rows, self.stamps, contexts)
         for turn in self.turns:
             turn.prepare()
 
     def write(self, layer: int, new: Tensor) -> None:
         self.host[layer].write(self.write_slots, new)
         if self.turns:
-            self.entries[layer].write(self.memory.step_slots[: new.shape[0]], new)
+            self.entries[layer].write(self.new_slots, new)
+
+    def keep(self, layer: int) -> None:
+        # What tokens have that complete no entry goes to the padding slot.
+        buffer, first = self.memory.buffer, self.memory.step
+        new = buffer.plane[first : first + self.write_slots.shape[0]]
+        buffer.host[layer].index_copy_(0, self.write_slots, new)
 
     def plane(self, layer: int) -> Tensor:
         del layer
@@ -200,7 +236,7 @@ def _check(cache: GroupCache, top_k: int, buffer_size: int) -> None:
 
 
 class HotEntries(EntryCoordinator):
-    """Serves a latent group with chosen entries whose pool is in host memory."""
+    """Serves a group that attends to chosen entries, whose one pool is in host memory."""
 
     def __init__(
         self,
@@ -214,11 +250,11 @@ class HotEntries(EntryCoordinator):
     ) -> None:
         """`copy` makes entries hot on this device; `poison` fills the plane with NaN at first."""
         _check(cache, top_k, buffer_size)
-        self.cache, self._pool, self._top_k, self._copy = cache, cache.pools[LATENTS], top_k, copy
-        self._max_rows = limits.max_rows
+        [self._pool] = cache.pools.values()
+        self.cache, self._top_k, self._copy, self._max_rows = cache, top_k, copy, limits.max_rows
         layers, device = self._pool.spec.num_layers, self._pool.table.pages.device
-        rows = self._pool.num_table_rows + 1
-        self.sizes = sizes = HotSizes(buffer_size, rows, layers, limits.max_seq_len, limits.max_step_tokens)
+        rows, longest = self._pool.num_table_rows + 1, limits.max_seq_len // self._pool.tokens_per_entry
+        self.sizes = sizes = HotSizes(buffer_size, rows, layers, longest, limits.max_step_tokens)
         stored = self._pool.plane(ENTRY)
         shape = (sizes.num_slots(len(limits.lanes)), stored.shape[2])
         self._plane = torch.empty(shape, dtype=stored.dtype, device=device)
@@ -234,13 +270,14 @@ class HotEntries(EntryCoordinator):
         self._counts = LateNumbers(counts)
 
         def memory(number: int) -> _LaneMemory:
-            places = torch.zeros(rows, limits.max_seq_len + 1, dtype=torch.int32, device=device)
+            places = torch.zeros(rows, longest + 1, dtype=torch.int32, device=device)
             slots = torch.zeros(max(limits.max_rows, FEW_TOKENS), top_k, dtype=torch.int64, device=device)
             buffer = HotBuffer(
                 as_words(self._plane),
                 as_words(stored),
-                self._pool.table.pages,
-                self._pool.page_size,
+                self._pool.entry_pages,
+                self._pool.entries_per_page,
+                self._pool.tokens_per_entry,
                 held,
                 order,
                 places,
@@ -276,7 +313,7 @@ class HotEntries(EntryCoordinator):
         stamps = buffers.take("owners of rows", (batch.num_rows,), torch.int64)
         stamps.copy_(moved([versions], stamps.device)[0])
         write_slots = step.write_slots(self._pool)
-        assert write_slots is not None, "latent entries are never borrowed"
+        assert write_slots is not None, "chosen entries are never borrowed"
         return _HotPlan(
             turns=tuple(self._turns(step, buffers, memory)) if step.is_sparse else (),
             reads_step=False,
@@ -289,6 +326,7 @@ class HotEntries(EntryCoordinator):
             entries=self._entries,
             host=self._host,
             write_slots=write_slots,
+            new_slots=memory.step_slots[: batch.num_tokens],
         )
 
     def _turns(self, step: StepView, buffers: PlanBuffers, memory: _LaneMemory) -> Iterator[_HotTurn | _StagedTurn]:
@@ -313,7 +351,7 @@ class HotEntries(EntryCoordinator):
         columns = buffers.take("turn", (2, count), torch.int64)
         rows = TurnRows(columns[0], columns[1], memory.step_slots[:count])
         tokens = TileTokens(count, 1, memory.numbers[:count], slice(0, count))
-        return _DecodeTurn(tokens, memory, rows, self._copy, step.batch)
+        return _DecodeTurn(tokens, memory, rows, self._copy, (), step.batch)
 
     def _few_turns(
         self,
@@ -333,16 +371,17 @@ class HotEntries(EntryCoordinator):
             parts = [replace(span, first_token=span.first_token + start, query_len=count) for span in its]
             columns = buffers.take(name, (3, len(its)), torch.int64)
             rows = [step.batch.rows[span.row] for span in its]
-            contexts, firsts = zip(*[(span.context_len, memory.step + span.first_token) for span in its], strict=True)
+            contexts, firsts = zip(*map(memory.span_entries, its), strict=True)
             columns.view(-1).copy_(moved([[*rows, *contexts, *firsts]], columns.device)[0])
             turn = TurnRows(columns[0], columns[1], columns[2])
-            yield _HotTurn(TileTokens.planned(name, parts, buffers), memory, turn, self._copy)
+            yield _HotTurn(TileTokens.planned(name, parts, buffers), memory, turn, self._copy, tuple(parts))
 
     def _staged_together(self, spans: Sequence[RowSpan]) -> int:
         """Counts the leading rows, at least one, that are adjacent in the step and whose contexts fit together."""
-        total = spans[0].context_len
+        ratio = self._pool.tokens_per_entry
+        total = spans[0].context_len // ratio
         for number, (before, span) in enumerate(itertools.pairwise(spans), 1):
-            total += span.context_len
+            total += span.context_len // ratio
             if total > self.sizes.staged or span.first_token != before.first_token + before.query_len:
                 return number
         return len(spans)
@@ -351,18 +390,20 @@ class HotEntries(EntryCoordinator):
         self, name: str, step: StepView, buffers: PlanBuffers, memory: _LaneMemory, spans: Sequence[RowSpan]
     ) -> _StagedTurn:
         first, stop = spans[0].first_token, spans[-1].first_token + spans[-1].query_len
-        sources = buffers.take(f"{name}.sources", (sum(span.context_len for span in spans),), torch.int64)
+        facts = [memory.span_entries(span) for span in spans]
+        sources = buffers.take(f"{name}.sources", (sum(context for context, _ in facts),), torch.int64)
         firsts = buffers.take(f"{name}.firsts", (3, stop - first), torch.int64)
         indices = buffers.take(f"{name}.tokens", (stop - first,), torch.int64)
         torch.arange(first, stop, out=indices)
         start = 0
-        for span in spans:
-            entries = torch.arange(span.context_len, device=sources.device)
+        for span, (context, first_new) in zip(spans, facts, strict=True):
+            entries = torch.arange(context, device=sources.device)
             rows = torch.full_like(entries, step.batch.rows[span.row])
-            sources[start : start + span.context_len] = self._pool.slots_of(rows, entries)
+            sources[start : start + context] = self._pool.entry_slots(rows, entries)
             tokens = slice(span.first_token - first, span.first_token - first + span.query_len)
             firsts[0, tokens] = memory.staged + start
-            firsts[1, tokens] = memory.step + span.first_token
-            firsts[2, tokens] = span.context_len
-            start += span.context_len
-        return _StagedTurn(TileTokens(stop - first, 1, indices, slice(first, stop)), memory, sources, firsts)
+            firsts[1, tokens] = first_new
+            firsts[2, tokens] = context
+            start += context
+        tokens_of_turn = TileTokens(stop - first, 1, indices, slice(first, stop))
+        return _StagedTurn(tokens_of_turn, memory, sources, firsts, tuple(spans))

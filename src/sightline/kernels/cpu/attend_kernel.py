@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.elementary import larger, largest, multiply_add, power_of_two, tanh, total
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats, store_floats
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
@@ -100,13 +100,13 @@ def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
     return -(-(_LISTS_BYTES + 4 * floats) // 128) * 128
 
 
-@cache
+@Once
 def attend_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel for dtypes and sizes; see `AttendArguments`."""
     return compile_kernel("attend", (form,), lambda module: write_attend(module, form, processor), processor)
 
 
-@cache
+@Once
 def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel that merges parts of `attend`, with the same arguments."""
     return compile_kernel("merge", (form,), lambda module: write_merge(module, form), processor)

@@ -8,7 +8,6 @@ depend on how tokens are divided into units. Trees of tokens are left to `attend
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from sightline.kernels.cpu.attend import FIELDS
@@ -26,6 +25,7 @@ from sightline.kernels.cpu.attend_kernel import (
 from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, rows_of_tile
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import I64, Emitter, Value
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.prompt_tiles import QUERIES, PromptTiles
 from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
@@ -74,7 +74,7 @@ class _Room:
         return self._emitter.add(self._states, self._emitter.times(number, State.num_bytes(self._form)))
 
 
-@cache
+@Once
 def attend_prompt_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel for dtypes and sizes; see `AttendArguments`."""
     return compile_kernel(

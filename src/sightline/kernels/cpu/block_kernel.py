@@ -15,7 +15,6 @@ Codes of 8 bits need no unpacking, so that any number of rows is multiplied in t
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import F32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats, store_floats
 from sightline.kernels.cpu.input_blocks import INPUT_BLOCK_BYTES
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.panels import PanelLayout
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.tile import PackedSpan, Tile, UnpackedBlocks
@@ -59,7 +59,7 @@ class ProductArguments(NamedTuple):
     """1 if the result is added to the outputs, 0 if it replaces them."""
 
 
-@cache
+@Once
 def product_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel for weights of a form; see `ProductArguments`."""
     name = f"product-{form.bits}-{form.zero}-{form.group}-{form.span}-{str(out_dtype).removeprefix('torch.')}"

@@ -9,7 +9,7 @@ at once can exchange each other's kernels. Does not know what kernels compute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import llvmlite.binding as llvm
 import numba
 
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, load_kernel, sources_digest
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.processor import Processor
 
 SIGNATURE = numba.void(numba.int64, numba.int64, numba.int64)
@@ -29,7 +30,7 @@ Make = Callable[..., Callable[[Any, Any, Any], None]]
 """Returns a kernel, given the variant."""
 
 
-@cache
+@Once
 def compiled(make: Make, *variant: int) -> CompiledKernel:
     """The kernel of a variant: from this process, from the disk, or compiled."""
     name = make.__name__.removeprefix("make_")

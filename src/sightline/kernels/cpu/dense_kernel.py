@@ -14,7 +14,6 @@ weight is used several times.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ import torch
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import F32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats, store_floats
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
@@ -116,7 +116,7 @@ class DenseTypes(NamedTuple):
     out: torch.dtype
 
 
-@cache
+@Once
 def dense_kernel(types: DenseTypes, processor: Processor, *, many_rows: bool) -> CompiledKernel:
     """The kernel for dtypes and more than `FEW_ROWS` rows, or fewer; see `DenseArguments`."""
     kind = "dense-many" if many_rows else "dense"

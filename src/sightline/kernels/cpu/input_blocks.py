@@ -16,7 +16,6 @@ or infinities has a scale that is NaN or infinite, so that the outputs are not f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.panels import BLOCK
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.vector_unit import UNITS
@@ -57,7 +57,7 @@ class QuantiseArguments(NamedTuple):
     blocks_per_row: int
 
 
-@cache
+@Once
 def quantise_kernel(dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel that quantises rows of `dtype`; see `QuantiseArguments`."""
     name = f"quantise-{str(dtype).removeprefix('torch.')}"

@@ -7,7 +7,6 @@ The same panels serve the product with the matrix.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from sightline.kernels.coded_weights import CodeForm
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import F32, I16, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import store_floats
+from sightline.kernels.cpu.once import Once
 from sightline.kernels.cpu.panels import BLOCK, QUADS, PanelLayout
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.tile import BlockOfWeights, PackedSpan
@@ -40,7 +40,7 @@ class LookupArguments(NamedTuple):
     """The bits of an fp32."""
 
 
-@cache
+@Once
 def lookup_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel for weights of a form; see `LookupArguments`."""
     name = f"lookup-{form.bits}-{form.zero}-{form.group}-{form.span}-{str(out_dtype).removeprefix('torch.')}"

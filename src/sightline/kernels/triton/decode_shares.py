@@ -107,8 +107,19 @@ class DecodeRows:
         return self.query_lens.shape[0]
 
 
-def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_heads: int, window: int | None) -> None:
-    """Divides the units of a step; `num_heads` is the number of groups of heads per row."""
+def divide(
+    rows: DecodeRows,
+    scratch: DecodeScratch,
+    config: DecodeConfig,
+    num_heads: int,
+    window: int | None,
+    *,
+    by_row: bool = False,
+) -> None:
+    """Divides the units of a step; `num_heads` is the number of groups of heads per row.
+
+    The outputs of rows without a token are left out, unless `by_row`: then every row has one.
+    """
     _divide_kernel[(config.num_programs,)](
         rows.query_lens,
         rows.context_lens,
@@ -124,6 +135,7 @@ def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_h
         BLOCK=config.block,
         ROWS=triton.next_power_of_2(max(rows.num_rows, 1)),
         BY_TILE=rows.num_rows * num_heads <= config.num_programs,
+        BY_ROW=by_row,
         num_warps=4,
     )
 
@@ -221,6 +233,7 @@ def _divide_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BY_TILE: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """Each program computes its own share from all lengths."""
     program = tl.program_id(0)
@@ -229,7 +242,9 @@ def _divide_kernel(
     query = tl.load(query_lens + row, mask=here, other=0).to(tl.int32)
     context = tl.load(context_lens + row, mask=here, other=0).to(tl.int32)
     table_row = tl.load(table_rows + row, mask=here, other=0).to(tl.int32)
-    token = tl.cumsum(query, 0) - query
+    token = row
+    if not BY_ROW:
+        token = tl.cumsum(query, 0) - query
     blocks, _ = num_blocks(context, window, HAS_WINDOW, BLOCK)
     blocks = tl.where(query > 0, blocks, 0)
     total = tl.sum(blocks, 0) * num_heads

@@ -29,7 +29,8 @@ def group_choices(
 ) -> None:
     """Fills order [num_choices] and tiles [bound_tiles, 3], both int32. A tile has at most `rows` places.
 
-    Choices are contiguous [num_tokens, per_token] integers, each from 0 to num_experts - 1.
+    Choices are contiguous [num_tokens, per_token] integers. Those that are num_experts or more are of experts that are
+    not here: they have no place in the order and no tile.
     """
     num_choices = choices.numel()
     if num_choices == 0:
@@ -80,8 +81,8 @@ def _group_kernel(
     # Which of the two it is follows from the length of the table, so nobody needs to know the other experts' tiles.
     by_place = num_tiles == num_choices
     tile = tl.where(by_place, first, first // rows + expert)
-    behind = tl.where(expert == tl.num_programs(0) - 1, num_tiles, end // rows + expert + 1)
-    next_tile = tl.where(by_place, end, behind)
+    next_tile = tl.where(by_place, end, end // rows + expert + 1)
+    next_tile = tl.where(expert == tl.num_programs(0) - 1, num_tiles, next_tile)
     for start in range(tile, next_tile, TILES):
         slot = start + tl.arange(0, TILES)
         inside = slot < next_tile

@@ -114,8 +114,12 @@ def down_product(
     _launch_product(inner, weights, choices, out, config, None, paired=False, overlaps=overlaps)
 
 
-def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool, overlaps: bool = False) -> None:
+def combine_parts(
+    parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool, skips: bool = False, overlaps: bool = False
+) -> None:
     """Writes the weighted sum of the parts [num_tokens * per_token, hidden] of each token to target, or adds it.
+
+    With `skips`, parts with a weight of 0 are not there, and their memory may hold anything.
 
     Weights are [num_tokens, per_token] fp32 and contiguous, as the parts are. The target is [num_tokens, hidden], with
     any strides. A sum is rounded once.
@@ -132,6 +136,7 @@ def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool,
         HIDDEN=hidden,
         PER_TOKEN=weights.shape[1],
         ADDS=adds,
+        SKIPS=skips,
         BLOCK=block,
         num_warps=4,
         **overlap_settings(overlaps),
@@ -305,7 +310,8 @@ def _e2m1(code: tl.tensor) -> tl.tensor:
 @triton.jit
 def _combine_kernel(
     parts, weights, target, target_token, target_dim,
-    HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, ADDS: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program sums some dimensions of one token, in the order of its choices."""
     wait_for_previous(OVERLAPS)
@@ -316,8 +322,12 @@ def _combine_kernel(
     gathered = tl.zeros([BLOCK], tl.float32)
     for number in range(PER_TOKEN):
         choice = token * PER_TOKEN + number
-        part = tl.load(parts + choice * HIDDEN + dim, mask=inside, other=0.0).to(tl.float32)
-        gathered += tl.load(weights + choice) * part
+        weight = tl.load(weights + choice)
+        stop = HIDDEN
+        if SKIPS:
+            stop = tl.where(weight == 0.0, 0, HIDDEN)
+        part = tl.load(parts + choice * HIDDEN + dim, mask=dim < stop, other=0.0).to(tl.float32)
+        gathered += weight * part
     if ADDS:
         gathered += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, gathered.to(target.dtype.element_ty), mask=inside)

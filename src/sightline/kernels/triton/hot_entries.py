@@ -37,11 +37,12 @@ def fetch_entries(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor,
         buffer.counts,
         layer * buffer.held.shape[1],
         buffer.places.stride(0),
-        buffer.pages.stride(0),
+        *buffer.pages.stride(),
         SIZE=size,
         TOP_K=top_k,
         WANTED=wanted,
         PAGE_SIZE=buffer.page_size,
+        APART=buffer.apart,
         BLOCK_SIZE=triton.next_power_of_2(size),
         BLOCK_WANTED=triton.next_power_of_2(wanted),
         num_warps=8,
@@ -61,11 +62,11 @@ def fetch_entries(buffer: HotBuffer, layer: int, turn: TurnRows, chosen: Tensor,
 
 
 @triton.jit
-def _slot_of(place, places, row_base, context, first):
+def _slot_of(place, places, row_base, context, first, APART: tl.constexpr):
     """The slot of a place of the row in the plane: hot, or among the step's own entries."""
     is_old = (place >= 0) & (place < context)
     found = tl.load(places + place, mask=is_old, other=0).to(tl.int64)
-    return tl.where(is_old, row_base + found, tl.where(place < 0, 0, first + place - context))
+    return tl.where(is_old, row_base + found, tl.where(place < 0, 0, first + (place - context) * APART))
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -86,10 +87,12 @@ def _find_kernel(
     first_row,
     places_stride,
     pages_stride,
+    page_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     WANTED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_WANTED: tl.constexpr,
 ):
@@ -142,11 +145,12 @@ def _find_kernel(
     tl.debug_barrier()
     row_base = (first_row + row) * SIZE
     lead = tl.load(chosen + number // TOP_K * TOP_K, mask=number < num_wanted, other=-1)
-    own = _slot_of(wanted, places, row_base, context, first)
-    found = tl.where(wanted < 0, _slot_of(lead, places, row_base, context, first), own)
+    own = _slot_of(wanted, places, row_base, context, first, APART)
+    found = tl.where(wanted < 0, _slot_of(lead, places, row_base, context, first, APART), own)
     out = turn_row * WANTED + number
     tl.store(slots + out, found, mask=number < WANTED)
-    page = tl.load(pages + row * pages_stride + wanted // PAGE_SIZE, mask=is_first, other=0)
+    page_place = pages + row * pages_stride + wanted // PAGE_SIZE * page_stride
+    page = tl.load(page_place, mask=is_first, other=0)
     source = tl.where(is_first, page * PAGE_SIZE + wanted % PAGE_SIZE, -1)
     tl.store(sources + out, source, mask=number < WANTED)
     tl.atomic_add(counts, tl.sum(is_old.to(tl.int64), 0))

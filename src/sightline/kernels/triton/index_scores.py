@@ -19,6 +19,7 @@ from torch import Tensor
 from sightline.kernels.triton.decode_shares import block_places, entries_of
 from sightline.kernels.triton.extend_tiles import FIELDS, Tiles
 from sightline.kernels.triton.numbers import as_stored, product, stored_view, warps_for
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 LEAST_SCALE = tl.constexpr(2.0**-100)
 """Scale of a key of zeros."""
@@ -27,7 +28,7 @@ MOST_QUERIES = 4
 second-level cache. By calculation, these reads take less time than the products. Not measured."""
 _BLOCK_QUERIES = 256
 """How many queries of tiles a program lists."""
-_RUN = 8
+_RUN = 32
 """Most blocks of keys per program."""
 
 
@@ -83,7 +84,9 @@ def choose_score_config(
     return ScoreConfig(queries, block, 4 if block * columns <= 1 << 13 else 8, stages)
 
 
-def write_index_keys(key: Tensor, codes: Tensor, scales: Tensor | None, slots: Tensor) -> None:
+def write_index_keys(
+    key: Tensor, codes: Tensor, scales: Tensor | None, slots: Tensor, *, overlaps: bool = False
+) -> None:
     """Writes `key` [n, head_dim] to `codes` [num_slots, head_dim] at `slots` [n] int64.
 
     e4m3 codes have `scales` [num_slots, 1] fp32: the least power of two at which the largest number of a key fits.
@@ -100,7 +103,7 @@ def write_index_keys(key: Tensor, codes: Tensor, scales: Tensor | None, slots: T
     _write_index_keys[(triton.cdiv(num_tokens, block),)](
         key, stored_view(codes), scales, slots, num_tokens,
         key.stride(0), codes.stride(0), 0 if scales is None else scales.stride(0),
-        HEAD_DIM=head_dim, DIMS=dims, BLOCK=block, FP8=is_fp8, num_warps=4,
+        HEAD_DIM=head_dim, DIMS=dims, BLOCK=block, FP8=is_fp8, num_warps=4, **overlap_settings(overlaps),
     )  # fmt: skip
 
 
@@ -127,6 +130,7 @@ def score_keys(
     config: ScoreConfig,
     *,
     multiprocessors: int,
+    overlaps: bool = False,
 ) -> None:
     """Writes `scores` [queries of the tiles, most_keys] fp32 for the tiles of `part`, as far as their queries see.
 
@@ -150,7 +154,7 @@ def score_keys(
         STAGES=config.num_stages,
         FIELDS=FIELDS, FP8=keys.scales is not None, PAGED=pages is not None,
         INTERPRETED=q.device.type == "cpu",
-        num_warps=warps_for(config.num_warps, config.block, keys.codes, q),
+        num_warps=warps_for(config.num_warps, config.block, keys.codes, q), **overlap_settings(overlaps),
     )  # fmt: skip
 
 
@@ -161,9 +165,10 @@ def _padded(size: int) -> int:
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _write_index_keys(
     key, codes, scales, slots, num_tokens, key_token, slot_stride, scale_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program writes the keys of some tokens."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, DIMS)
     is_token = token < num_tokens
@@ -210,8 +215,10 @@ def _score_keys(
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     QUERIES: tl.constexpr, PAGE_SIZE: tl.constexpr, RATIO: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, FIELDS: tl.constexpr, FP8: tl.constexpr, PAGED: tl.constexpr, INTERPRETED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program scores a run of keys for the queries of a tile."""
+    wait_for_previous(OVERLAPS)
     tile = tl.program_id(1)
     record = records + (first_tile + tile) * FIELDS
     row, first_query, first_token = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -233,6 +240,13 @@ def _score_keys(
     )
     factors = tl.load(weights + token * weights_token + head * weights_head, mask=in_columns, other=0.0)
     factors = factors.to(tl.float32)
+    if FP8 and not INTERPRETED and queries.dtype == tl.bfloat16:
+        # A GPU converts e4m3 to fp16 in one instruction, to bf16 in several. Powers of two bring queries into range.
+        largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        queries = (queries.to(tl.float32) * inverse[:, None]).to(tl.float16)
+        factors *= (exponent << 23).to(tl.float32, bitcast=True)
     in_tile = tl.arange(0, QUERIES)
     target = scores + (tile * QUERIES + in_tile).to(tl.int64)[None, :] * scores_stride
     limits = tl.where(first_query + in_tile < query_len, (context + first_query + in_tile + 1) // RATIO, 0)

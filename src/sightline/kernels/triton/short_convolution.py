@@ -91,11 +91,14 @@ def split_mixed(
     *,
     unit: bool,
     overlaps: bool = False,
+    spoiled: Tensor | None = None,
 ) -> None:
     """Writes the queries, keys and values of mixed [num_tokens, channels]: behind the convolution and SiLU, if there is
     one, and with `unit`, queries and keys divided by their lengths.
 
-    Outputs of tokens of no row are left as they are.
+    With `spoiled`, [num_tokens, key_heads + heads] fp32, numbers of keys and values that are not finite are written as
+    0, and it gets NaN for their token and key head, or head, and 0 for others. Outputs of tokens of no row are left as
+    they are.
     """
     num_tokens = mixed.shape[0]
     if num_tokens == 0:
@@ -114,10 +117,12 @@ def split_mixed(
         tokens.offsets,
         tokens.rows,
         *out,
+        spoiled,
         num_tokens,
         mixed.stride(0),
         *(each.stride(0) for each in out),
         0 if tails is None else tails.stride(0),
+        0 if spoiled is None else spoiled.stride(0),
         KEY_HEADS=key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
@@ -125,6 +130,7 @@ def split_mixed(
         WIDTH=0 if given[0] is None else given[0].shape[1],
         BIAS=given[1] is not None,
         KEEPS=slots is not None,
+        MARKS=spoiled is not None,
         BLOCK_T=per_tile,
         BLOCK=block,
         num_warps=_warps(per_tile, block),
@@ -212,10 +218,10 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["read_slots", "write_slots"])
 def _split_mixed(
-    mixed, weight, bias, tails, read_slots, write_slots, offsets, rows, q, k, v, num_tokens,
-    mixed_stride, q_stride, k_stride, v_stride, tail_stride,
+    mixed, weight, bias, tails, read_slots, write_slots, offsets, rows, q, k, v, spoiled, num_tokens,
+    mixed_stride, q_stride, k_stride, v_stride, tail_stride, spoiled_stride,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, BIAS: tl.constexpr, KEEPS: tl.constexpr,
+    WIDTH: tl.constexpr, BIAS: tl.constexpr, KEEPS: tl.constexpr, MARKS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a head of a block of tokens: queries first, then keys, then values."""
@@ -236,14 +242,30 @@ def _split_mixed(
     if WIDTH > 0:
         result = activated(result, 0)
     if is_value:
+        if MARKS:
+            result = _marked(result.to(v.dtype.element_ty), inside, spoiled, spoiled_stride, token, head - KEY_HEADS)
         _put(v, v_stride, token, within + feature, result, inside)
     else:
         if UNIT:
             result *= tl.rsqrt(tl.sum(result * result, axis=1) + 1e-6)[:, None]
         if head >= KEY_HEADS:
+            if MARKS:
+                stored = result.to(k.dtype.element_ty)
+                result = _marked(stored, inside, spoiled, spoiled_stride, token, head - KEY_HEADS)
             _put(k, k_stride, token, within + feature, result, inside)
         else:
             _put(q, q_stride, token, within + feature, result, inside)
+
+
+@triton.jit
+def _marked(stored, inside, spoiled, stride, token, column):
+    """The numbers as fp32, with 0 for those that are not finite. Marks the tokens that have such ones."""
+    wide = stored.to(tl.float32)
+    is_finite = tl.abs(wide) < float("inf")
+    worst = tl.max((inside & (is_finite == 0)).to(tl.int32), axis=1)
+    is_token = tl.max(inside.to(tl.int32), axis=1) > 0
+    tl.store(spoiled + token * stride + column, tl.where(worst > 0, float("nan"), 0.0), mask=is_token)
+    return tl.where(is_finite, wide, 0.0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.compressed.inputs import CompressedInputs
 from sightline.attention.compressed.spec import CompressedSpec
-from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
+from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, EntryPlan, Lse, StepView
 from sightline.attention.kinds import COMPRESSED_FEATURES, SpecKind
 from sightline.attention.oracle.compressed_rows import CompressedRow, RowEntries, compressed_rows
 from sightline.attention.oracle.rows import reference_capability
@@ -24,9 +24,13 @@ class _ReferencePlan(AttentionPlan[CompressedInputs]):
     spec: CompressedSpec
     cache: GroupCache
     rows: tuple[CompressedRow, ...]
+    hot: EntryPlan | None
+    """Only prepared, so that hot copies of what the step writes are forgotten. The oracle reads and writes the pool in
+    host memory itself, which always has every entry. None if entries are on the device."""
 
     def prepare(self) -> None:
-        """Nothing to do: layers share no work."""
+        if self.hot is not None:
+            self.hot.prepare()
 
     def run(self, layer: int, inputs: CompressedInputs, out: Tensor) -> Lse | None:
         for row in self.rows:
@@ -78,13 +82,14 @@ class ReferenceCompressedBackend(AttentionBackend[CompressedSpec, CompressedInpu
     """Serves every spec of compressed attention, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
-        reference_capability(SpecKind.COMPRESSED, COMPRESSED_FEATURES, scaled=False),
+        reference_capability(SpecKind.COMPRESSED, COMPRESSED_FEATURES, hot_entries=True, scaled=False),
     )
 
     def __init__(self, context: BackendContext[CompressedSpec]) -> None:
         self._spec = context.spec
         self._cache = context.cache
+        self._coordinator = context.coordinator
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _ReferencePlan:
-        del buffers
-        return _ReferencePlan(self._spec, self._cache, compressed_rows(step, self._cache.pools.get("entry")))
+        hot = self._coordinator.plan(step, buffers) if self._cache.is_on_host else None
+        return _ReferencePlan(self._spec, self._cache, compressed_rows(step, self._cache.pools.get("entry")), hot)

@@ -15,7 +15,7 @@ from sightline.attention.compressed.inputs import CompressedIndexInputs
 from sightline.attention.compressed.layout import row_parts
 from sightline.attention.compressed.spec import CompressedIndexSpec
 from sightline.attention.compressed.step import StepCompression, plan_compression
-from sightline.attention.compressed.tiles import QueryTile, TileKeys, TileSizes, dense_entries, query_tiles
+from sightline.attention.compressed.tiles import QueryTile, TileKeys, TileSizes, dense_entries, query_tiles, whole_rows
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
 from sightline.kernels.choice import choose_highest
 
@@ -80,11 +80,12 @@ class TorchCompressedIndexBackend(AttentionBackend[CompressedIndexSpec, Compress
     def plan(self, step: StepView, buffers: PlanBuffers) -> _CompressedIndexPlan:
         del buffers
         spec, rows = self._spec, row_parts(step.batch)
-        compression = plan_compression(spec.compression, spec.head_dim, step, rows, self._pool, self._device)
+        slots = step.write_slots(self._pool)
+        compression = plan_compression(spec.compression, spec.head_dim, step, rows, self._pool, slots, self._device)
         tiles: list[_IndexTile] = []
         if step.is_sparse:
             sizes = TileSizes(spec.num_q_heads, spec.head_dim, window=0, ratio=spec.compression.ratio, top_k=None)
-            for spans in query_tiles(rows, sizes):
+            for spans in query_tiles(whole_rows(rows), sizes):
                 most = max(span.num_entries(sizes.ratio) for span in spans)
                 tiles.append(self._tile(QueryTile.of(spans, self._device), most, compression))
         sums = None if step.states is None else self._sums

@@ -18,7 +18,7 @@ from sightline.attention.contract import BackendContext, StepView
 from sightline.attention.spec import IndexingSpec
 from sightline.attention.workspace import Lane
 from sightline.kernels.triton.chip import Chip
-from sightline.kernels.triton.choose import Candidates, ChoiceConfig, choose_places
+from sightline.kernels.triton.choose import ChoiceConfig, ChoiceRoom, choose_places
 from sightline.kernels.triton.extend_tiles import FIELDS, Tiles, num_tiles, prepare_tiles
 from sightline.kernels.triton.index_scores import (
     MOST_QUERIES,
@@ -35,17 +35,15 @@ _MOST_AT_ONCE = 1 << 15
 
 
 class _Room(NamedTuple):
-    """A lane's leases: for the scores of as many queries as are chosen for at once, and for their candidates."""
+    """A lane's leases: for the scores of as many queries as are chosen for at once, and for their choice."""
 
     scores: Tensor
     """[queries, most keys] fp32."""
-    candidates: tuple[Candidates, ...]
-    """Per level behind the first."""
+    choice: ChoiceRoom
 
     def part(self, queries: int) -> _Room:
         """The room of the first queries."""
-        candidates = [Candidates(each.scores[:queries], each.places[:queries]) for each in self.candidates]
-        return _Room(self.scores[:queries], tuple(candidates))
+        return _Room(self.scores[:queries], self.choice.part(queries))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +70,8 @@ class Choosing:
     choice: ChoiceConfig
     room: _Room
     multiprocessors: int
+    overlaps: bool
+    """True if launches may begin before the previous one ends."""
 
     def prepare(self) -> None:
         """Divides the queries into tiles, on the device."""
@@ -98,19 +98,27 @@ class Choosing:
                 room.scores,
                 self.scoring,
                 multiprocessors=self.multiprocessors,
+                overlaps=self.overlaps,
             )
-            choose_places(room.scores, self.tokens[queries], self.counts[queries], room.candidates, out, self.choice)
+            choose_places(
+                room.scores,
+                self.tokens[queries],
+                self.counts[queries],
+                room.choice,
+                out,
+                self.choice,
+                overlaps=self.overlaps,
+            )
 
 
 class Chooser(Generic[SpecT]):
     """Plans the choices of one indexer, with the memory that they need."""
 
-    def __init__(self, context: BackendContext[SpecT], room_bytes: int, segment: int | None) -> None:
-        """`room_bytes` is the memory for scores; `segment` is how many of them one program chooses from, None for as
-        many as it has registers for."""
+    def __init__(self, context: BackendContext[SpecT], room_bytes: int, at_once: int) -> None:
+        """`room_bytes` is the memory for scores; `at_once` is how many of them one program chooses from."""
         self._spec = context.spec
         self._dtype = context.dtype
-        self._segment = segment
+        self._at_once = at_once
         self._chip = Chip.of(context.device)
         limits = context.limits
         self._most_keys = most = max(1, limits.max_seq_len // context.spec.tokens_per_entry)
@@ -119,16 +127,10 @@ class Chooser(Generic[SpecT]):
         queries = max(MOST_QUERIES, min(queries, room_bytes // (4 * most), _MOST_AT_ONCE))
 
         def lease_room(lane: Lane) -> _Room:
-            def lease(name: str, size: int, dtype: torch.dtype) -> Tensor:
-                return context.workspace.lease(context.group, f"triton {name}", lane, (queries, size), dtype)
+            def lease(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+                return context.workspace.lease(context.group, f"triton {name}", lane, shape, dtype)
 
-            candidates = tuple(
-                Candidates(
-                    lease(f"candidates {level}", size, torch.float32), lease(f"places {level}", size, torch.int32)
-                )
-                for level, size in enumerate(choice.sizes[1:])
-            )
-            return _Room(lease("scores", most, torch.float32), candidates)
+            return _Room(lease("scores", (queries, most), torch.float32), ChoiceRoom.of(choice, queries, lease))
 
         self._rooms = {lane: lease_room(lane) for lane in limits.lanes}
 
@@ -161,9 +163,8 @@ class Chooser(Generic[SpecT]):
             choice=self._choice_for(most) if step.is_transient else self.choice,
             room=self._rooms[step.lane],
             multiprocessors=self._chip.multiprocessors,
+            overlaps=self._chip.overlaps,
         )
 
     def _choice_for(self, most_keys: int) -> ChoiceConfig:
-        if self._segment is None:
-            return ChoiceConfig.of(self._spec.top_k, most_keys)
-        return ChoiceConfig.of(self._spec.top_k, most_keys, self._segment)
+        return ChoiceConfig.of(self._spec.top_k, most_keys, self._at_once)

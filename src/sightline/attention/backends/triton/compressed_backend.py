@@ -6,6 +6,9 @@
 
 Rows of one new token read their window from the state behind it, which the first launch writes; others read the state
 behind their context, and the keys of the step. Nothing is read on the host but bounds.
+
+With entries in host memory the first launch writes new entries to the device; the group's coordinator keeps them and
+fetches what is chosen, turn by turn, and each turn has an `attend` and a `merge` of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +26,17 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.compressed.inputs import CompressedInputs
 from sightline.attention.compressed.spec import CompressedSpec
-from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    EntryPlan,
+    EntryTurn,
+    Lse,
+    StepView,
+)
 from sightline.attention.recurrent.planned_tokens import PlannedTokens
+from sightline.attention.sparse.chosen import fetch_slots
 from sightline.attention.workspace import Lane
 from sightline.core.errors import PlanError
 from sightline.kernels.triton.chip import Chip
@@ -80,15 +92,52 @@ class _Part:
 
 
 @dataclass(frozen=True, eq=False)
+class _Turn:
+    """Tokens whose entries are on the device at the same time."""
+
+    entries: EntryTurn | None
+    """None: all tokens, which find all entries in the pool."""
+    masked: Tensor | None
+    """[num_tokens] int64: 1 for the tokens of the turn if they do not follow each other, 0 for others."""
+    parts: tuple[_Part, ...]
+
+    def prepare(self, lens: Tensor, config: DecodeConfig, subgroups: int) -> None:
+        """Divides the work. `lens` [num_tokens] int64 are 1 for tokens of rows, and 0 for padding."""
+        if self.masked is not None and self.entries is not None:
+            its = self.entries.tokens.indices
+            self.masked.zero_().index_copy_(0, its, lens.index_select(0, its))
+        for part in self.parts:
+            divide(part.rows, part.scratch, config, subgroups, None, by_row=True)
+
+
+@dataclass(frozen=True, eq=False)
 class _PlannedEntries:
     """How a step writes and reads entries."""
 
     rule: CompressionRule
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`."""
+    """[num_tokens] int64, of the pool or of the plane that `hot` has; None under `TRANSIENT`."""
     step: Tensor
     """[max_step_tokens, head_dim]: where entries are under `TRANSIENT`."""
     seen: SeenEntries
+    hot: EntryPlan | None
+    """None unless entries are in host memory."""
+
+    def planes(self, layer: int, pool: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The planes that new entries are written to, and that queries read; `pool` is the layer's."""
+        if self.write_slots is None:
+            return self.step, self.step
+        if self.hot is None:
+            return pool, pool
+        plane = self.hot.plane(layer)
+        # The pool in host memory has every entry, for steps that are not sparse.
+        return plane, plane if self.hot.turns else pool
+
+    def choice(self, inputs: CompressedInputs) -> NewChoice | None:
+        """What the first launch finds in the pool; None if nothing is chosen, or entries are in host memory."""
+        if self.seen.slots is None or self.hot is not None:
+            return None
+        return NewChoice(_chosen(inputs), self.seen.places, self.seen.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +152,7 @@ class _TritonCompressedPlan(AttentionPlan[CompressedInputs]):
     lens: Tensor
     """[num_tokens] int64: see `count_keys`, like the next."""
     counts: Tensor
-    parts: tuple[_Part, ...]
+    turns: tuple[_Turn, ...]
     config: DecodeConfig
     subgroups: int
     """Units of a token and a block of keys."""
@@ -111,30 +160,45 @@ class _TritonCompressedPlan(AttentionPlan[CompressedInputs]):
     def prepare(self) -> None:
         """Finds every token's row and divides the work, on the device."""
         self.planned.prepare()
+        if self.entries is not None and self.entries.hot is not None:
+            self.entries.hot.prepare()
         count_keys(self.tokens, self.keys, self.config.block, self.lens, self.counts)
-        for part in self.parts:
-            divide(part.rows, part.scratch, self.config, self.subgroups, None)
+        for turn in self.turns:
+            turn.prepare(self.lens, self.config, self.subgroups)
 
     def run(self, layer: int, inputs: CompressedInputs, out: Tensor) -> Lse | None:
-        kept = self.tokens.slots is not None
-        planes = self.layers[layer]
-        sums, entries = planes.sums if kept else None, planes.entries
-        rule, new, choice, seen = None, None, None, None
-        if self.entries is not None:
-            rule, seen, entries = self.entries.rule, self.entries.seen, entries if kept else self.entries.step
-            new = new_entries(inputs.entries, sums, entries, self.entries.write_slots)
-            if seen.slots is not None:
-                if inputs.chosen is None:
-                    raise PlanError("expected chosen entries in a sparse step, got none; run the indexer before")
-                choice = NewChoice(inputs.chosen, seen.places, seen.slots)
+        source = self._keep(layer, inputs)
+        given = CompressedLayer(inputs.key, self.layers[layer].window, source, inputs.sinks, self.scale)
+        seen = None if self.entries is None else self.entries.seen
+        for turn in self.turns:
+            if turn.entries is not None and seen is not None and seen.slots is not None:
+                fetch_slots(turn.entries, layer, _chosen(inputs), seen.slots)
+            for part in turn.parts:
+                attend_compressed(
+                    inputs.q, given, self.tokens, self.keys, seen, part.place, part.rows, part.scratch, self.config, out
+                )
+        return None
+
+    def _keep(self, layer: int, inputs: CompressedInputs) -> Tensor | None:
+        """Keeps what later steps go on from; returns the plane of entries that this one reads."""
+        planes, entries, rule, new, choice = self.layers[layer], self.entries, None, None, None
+        read = planes.entries
+        if entries is not None:
+            sums = None if entries.write_slots is None else planes.sums
+            written, read = entries.planes(layer, planes.entries)
+            rule, choice = entries.rule, entries.choice(inputs)
+            new = new_entries(inputs.entries, sums, written, entries.write_slots)
         keys = NewKeys(inputs.key, planes.window)
         keep_tokens(self.tokens, rule, new, keys, choice, overlaps=self.config.overlaps)
-        given = CompressedLayer(inputs.key, planes.window, entries, inputs.sinks, self.scale)
-        for part in self.parts:
-            attend_compressed(
-                inputs.q, given, self.tokens, self.keys, seen, part.place, part.rows, part.scratch, self.config, out
-            )
-        return None
+        if entries is not None and entries.hot is not None:
+            entries.hot.keep(layer)
+        return read
+
+
+def _chosen(inputs: CompressedInputs) -> Tensor:
+    if inputs.chosen is None:
+        raise PlanError("expected chosen entries in a sparse step, got none; run the indexer before")
+    return inputs.chosen
 
 
 class TritonCompressedBackend(AttentionBackend[CompressedSpec, CompressedInputs]):
@@ -146,7 +210,7 @@ class TritonCompressedBackend(AttentionBackend[CompressedSpec, CompressedInputs]
 
     def __init__(self, context: BackendContext[CompressedSpec]) -> None:
         self._spec = spec = context.spec
-        self._cache = context.cache
+        self._cache, self._coordinator = context.cache, context.coordinator
         self._layers = _planes_by_layer(context)
         chip = Chip.of(context.device)
         self._config = config = self.sizes or choose_compressed(
@@ -185,36 +249,71 @@ class TritonCompressedBackend(AttentionBackend[CompressedSpec, CompressedInputs]
             one_by_one=planned.longest <= 1 and step.states is not None,
         )
         lens, counts = (buffers.take(name, (count,), torch.int64) for name in ("lens", "counts"))
+        entries = None if compression is None else self._plan_entries(rule_of(compression), step, lane, buffers)
+        turns = () if entries is None or entries.hot is None else entries.hot.turns
         return _TritonCompressedPlan(
             scale=spec.scale,
             layers=self._layers,
             planned=planned,
             tokens=step_tokens(step, planned),
             keys=keys,
-            entries=None if compression is None else self._plan_entries(rule_of(compression), step, lane),
+            entries=entries,
             lens=lens,
             counts=counts,
-            parts=tuple(self._plan_parts(planned, lens, counts, lane, buffers)),
+            turns=tuple(
+                self._plan_turn(turn, number, planned, lens, counts, lane, buffers)
+                for number, turn in enumerate(turns or (None,))
+            ),
             config=config,
             subgroups=config.num_subgroups(spec.num_q_heads) * self._pieces,
         )
 
-    def _plan_entries(self, rule: CompressionRule, step: StepView, lane: _Lane) -> _PlannedEntries:
-        pool = self._cache.pools["entry"]
+    def _plan_entries(
+        self, rule: CompressionRule, step: StepView, lane: _Lane, buffers: PlanBuffers
+    ) -> _PlannedEntries:
+        pool, is_hot = self._cache.pools["entry"], self._cache.is_on_host and not step.is_transient
+        hot = self._coordinator.plan(step, buffers) if is_hot else None
         slots = lane.slots[: step.batch.num_tokens] if step.is_sparse else None
         places: EntryPages = entry_places(step, pool)
-        return _PlannedEntries(rule, step.write_slots(pool), lane.entries, SeenEntries(places, slots))
+        write_slots = step.write_slots(pool) if hot is None else hot.new_slots
+        return _PlannedEntries(rule, write_slots, lane.entries, SeenEntries(places, slots), hot)
+
+    def _plan_turn(
+        self,
+        turn: EntryTurn | None,
+        number: int,
+        planned: PlannedTokens,
+        lens: Tensor,
+        counts: Tensor,
+        lane: _Lane,
+        buffers: PlanBuffers,
+    ) -> _Turn:
+        """Plans the tokens of a turn. If others are between them, these count as padding."""
+        tokens, masked = slice(0, lens.shape[0]), None
+        if turn is not None and turn.tokens.contiguous is not None:
+            tokens = turn.tokens.contiguous
+        elif turn is not None:
+            lens = masked = buffers.take(f"lens of turn {number}", lens.shape, torch.int64)
+        parts = self._plan_parts(f"turn {number}", tokens, planned, lens, counts, lane, buffers)
+        return _Turn(turn, masked, tuple(parts))
 
     def _plan_parts(
-        self, planned: PlannedTokens, lens: Tensor, counts: Tensor, lane: _Lane, buffers: PlanBuffers
+        self,
+        name: str,
+        tokens: slice,
+        planned: PlannedTokens,
+        lens: Tensor,
+        counts: Tensor,
+        lane: _Lane,
+        buffers: PlanBuffers,
     ) -> Iterator[_Part]:
-        programs, count = self._config.num_programs, lens.shape[0]
-        for start in range(0, count if planned.num_rows else 0, MOST_AT_ONCE):
-            place = slice(start, min(start + MOST_AT_ONCE, count))
+        programs, stop = self._config.num_programs, tokens.stop if planned.num_rows else tokens.start
+        for start in range(tokens.start, stop, MOST_AT_ONCE):
+            place = slice(start, min(start + MOST_AT_ONCE, stop))
             scratch = DecodeScratch(
-                starts=buffers.take(f"starts {start}", (programs, 8), torch.int32),
-                cuts=buffers.take(f"cuts {start}", (programs, 8), torch.int32),
-                row_tokens=buffers.take(f"row tokens {start}", (place.stop - start,), torch.int32),
+                starts=buffers.take(f"{name}, starts {start}", (programs, 8), torch.int32),
+                cuts=buffers.take(f"{name}, cuts {start}", (programs, 8), torch.int32),
+                row_tokens=buffers.take(f"{name}, row tokens {start}", (place.stop - start,), torch.int32),
                 out=lane.parts,
                 stats=lane.stats,
             )

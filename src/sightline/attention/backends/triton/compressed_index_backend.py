@@ -17,6 +17,7 @@ from sightline.attention.compressed.spec import CompressedIndexSpec
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, StepView
 from sightline.attention.recurrent.planned_tokens import PlannedTokens
 from sightline.kernels.triton.chip import Chip
+from sightline.kernels.triton.choose import AT_ONCE
 from sightline.kernels.triton.compressed_steps import CompressionRule, keep_tokens
 from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages
 from sightline.kernels.triton.index_scores import IndexKeys
@@ -60,9 +61,9 @@ class TritonCompressedIndexBackend(AttentionBackend[CompressedIndexSpec, Compres
 
     capabilities: ClassVar[tuple[Capability, ...]] = COMPRESSED_INDEX_ROWS
     room_bytes: ClassVar[int] = 64 << 20
-    """Memory for scores. Candidates take an eighth to a quarter of it in addition."""
-    segment: ClassVar[int | None] = None
-    """Scores that one program chooses from; None: as many as it has registers for."""
+    """Memory for scores. What is chosen among takes 32 KiB a query in addition, if there are many keys."""
+    at_once: ClassVar[int] = AT_ONCE
+    """How many scores one program chooses from at once."""
 
     def __init__(self, context: BackendContext[CompressedIndexSpec]) -> None:
         spec, limits = context.spec, context.limits
@@ -71,7 +72,7 @@ class TritonCompressedIndexBackend(AttentionBackend[CompressedIndexSpec, Compres
         self._keys = self._pool.plane("key").unbind(0)
         self._sums = context.cache.states.plane("sums").unbind(0)
         self._overlaps = Chip.of(context.device).overlaps
-        self._chooser = Chooser(context, self.room_bytes, self.segment)
+        self._chooser = Chooser(context, self.room_bytes, self.at_once)
         shape, dtype = (limits.max_step_tokens, spec.head_dim), self._keys[0].dtype
         self._step_keys = {
             lane: context.workspace.lease(context.group, "triton step keys", lane, shape, dtype)

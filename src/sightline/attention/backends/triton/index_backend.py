@@ -15,6 +15,8 @@ from sightline.attention.contract import AttentionBackend, AttentionPlan, Backen
 from sightline.attention.spec import IndexSpec
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
+from sightline.kernels.triton.chip import Chip
+from sightline.kernels.triton.choose import AT_ONCE
 from sightline.kernels.triton.index_scores import IndexKeys, write_index_keys
 
 
@@ -25,6 +27,8 @@ class _TritonIndexPlan(AttentionPlan[IndexInputs]):
     """[num_tokens] int64; None under `TRANSIENT`, which reads the step's own keys."""
     choosing: Choosing | None
     """None if nothing is chosen."""
+    overlaps: bool
+    """True if launches may begin before the previous one ends."""
 
     def prepare(self) -> None:
         """Divides the queries into tiles, on the device."""
@@ -36,7 +40,7 @@ class _TritonIndexPlan(AttentionPlan[IndexInputs]):
         if self.write_slots is None:
             keys = IndexKeys(inputs.key, None, None, 1)
         else:
-            write_index_keys(inputs.key, keys.codes, keys.scales, self.write_slots)
+            write_index_keys(inputs.key, keys.codes, keys.scales, self.write_slots, overlaps=self.overlaps)
         if self.choosing is not None:
             self.choosing.run(keys, inputs.q, inputs.weights, out)
         return None
@@ -47,20 +51,22 @@ class TritonIndexBackend(AttentionBackend[IndexSpec, IndexInputs]):
 
     capabilities: ClassVar[tuple[Capability, ...]] = INDEX_ROWS
     room_bytes: ClassVar[int] = 64 << 20
-    """Memory for scores. Candidates take an eighth to a quarter of it in addition."""
-    segment: ClassVar[int | None] = None
-    """Scores that one program chooses from; None: as many as it has registers for."""
+    """Memory for scores. What is chosen among takes 32 KiB a query in addition, if there are many keys."""
+    at_once: ClassVar[int] = AT_ONCE
+    """How many scores one program chooses from at once."""
 
     def __init__(self, context: BackendContext[IndexSpec]) -> None:
         self._pool = context.cache.pools["index"]
         self._layers = _layers(self._pool)
-        self._chooser = Chooser(context, self.room_bytes, self.segment)
+        self._chooser = Chooser(context, self.room_bytes, self.at_once)
+        self._overlaps = Chip.of(context.device).overlaps
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonIndexPlan:
         return _TritonIndexPlan(
             self._layers,
             step.write_slots(self._pool),
             self._chooser.plan(step, buffers) if step.is_sparse and step.batch.num_rows else None,
+            self._overlaps,
         )
 
 

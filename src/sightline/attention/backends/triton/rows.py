@@ -128,7 +128,9 @@ def _compressed_row(dtype: torch.dtype, kind: SpecKind) -> Capability:
     )
 
 
-COMPRESSED_ROWS: tuple[Capability, ...] = tuple(_compressed_row(dtype, SpecKind.COMPRESSED) for dtype in _DTYPES)
+COMPRESSED_ROWS: tuple[Capability, ...] = tuple(
+    replace(_compressed_row(dtype, SpecKind.COMPRESSED), hot_entries=True) for dtype in _DTYPES
+)
 COMPRESSED_INDEX_ROWS: tuple[Capability, ...] = tuple(
     _compressed_row(dtype, SpecKind.COMPRESSED_INDEX) for dtype in _DTYPES
 )
