@@ -6,37 +6,27 @@ Owns the shapes of prompts, and progress. `calls` has what one call does, the en
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import update_wrapper
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
+from sightline.core.answer_format import AnswerReading
 from sightline.core.beams import BeamSearchOutput, BeamSearchParams
 from sightline.core.config import EngineConfig, EngineKeywords, Task
-from sightline.core.device import DeviceKind
+from sightline.core.conversation import Conversation
 from sightline.core.embedding import EmbeddingRequestOutput
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
-from sightline.core.ledger import Ledger
 from sightline.core.request import RequestOutput, SamplingParams, Terms
-from sightline.core.turns import Turn
+from sightline.core.turns import ThreadTurn
 from sightline.engine.beams import BeamSearch
 from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
 from sightline.engine.engine import Engine
-from sightline.engine.rehearsal import rehearse
-from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
-from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import build_runtime
-from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep, ignore
-from sightline.speculative.methods import drafter_needs
+from sightline.engine.text_embedder import TextEmbedder
+from sightline.opening import build_engine, open_embedder, progress_bar
 from sightline.structured.compiler import PendingGrammar
-from sightline.text.templates.chat_template import read_template
+from sightline.text.answers.opening import check_tools, offered_tools, reading_of
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline")
@@ -44,6 +34,8 @@ _InputT = TypeVar("_InputT")
 _T = TypeVar("_T")
 _MadeT = TypeVar("_MadeT")
 _P = ParamSpec("_P")
+_GRAMMARS_AHEAD = 8
+"""Grammars of one call that wait for a thread at once."""
 
 
 class TextPrompt(TypedDict):
@@ -92,67 +84,6 @@ def configured_by(
         return constructor
 
     return decorate
-
-
-def build_engine(config: EngineConfig, on_step: OnBuildStep = ignore, temperature: float = 0.0) -> Engine:
-    """Opens the model and builds an engine for it, with a progress bar on a terminal.
-
-    `on_step` is told first that weights are read: by then the model is known to be supported. `temperature` is for
-    requests that name none, unless the model's own files say how to sample.
-    """
-    ledger = Ledger(strict=config.strict)
-    return build_engine_of(config, open_named(config, ledger), ledger, on_step, temperature)
-
-
-def build_engine_of(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    ledger: Ledger,
-    on_step: OnBuildStep = ignore,
-    temperature: float = 0.0,
-) -> Engine:
-    """Like `build_engine`, for a checkpoint that is open."""
-    with _shown(on_step) as show:
-        needs = drafter_needs(config, checkpoint, ledger)
-        runtime = build_runtime(config, checkpoint, ledger, show, needs.taps, needs.source)
-        tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
-        if config.chat_template is not None and tokenizer is not None:
-            tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
-        log_ledger(ledger)
-        engine = Engine(runtime, tokenizer, checkpoint.generation.with_temperature(temperature), ledger)
-        if runtime.config.device.kind is DeviceKind.CUDA:
-            rehearse(engine, show)
-    return engine
-
-
-def open_embedder(config: EngineConfig, on_step: OnBuildStep = ignore) -> TextEmbedder:
-    """Like `build_engine`, for a model that embeds."""
-    if config.model is None:
-        raise ConfigError("expected a model to embed with, got none: the default model only generates; name one")
-    ledger = Ledger(strict=config.strict)
-    checkpoint = open_named(config, ledger)
-    with _shown(on_step) as show:
-        return build_embedder(config, checkpoint, ledger, show)
-
-
-def open_named(config: EngineConfig, ledger: Ledger) -> Checkpoint:
-    """Opens the model that a config names, or the default model."""
-    return open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
-
-
-@contextmanager
-def _shown(on_step: OnBuildStep) -> Iterator[OnBuildStep]:
-    """Shows the phases of a build, a bar each, and tells `on_step` too; yields the function to tell."""
-    with _progress_bar(enabled=True) as bar:
-        tasks = dict[BuildPhase, TaskID]()
-
-        def show(step: BuildStep) -> None:
-            if step.phase not in tasks:
-                tasks[step.phase] = bar.add_task(step.title)
-            bar.update(tasks[step.phase], description=step.title, completed=step.done, total=step.total)
-            on_step(step)
-
-        yield show
 
 
 class LLM:
@@ -213,7 +144,7 @@ class LLM:
         the first numbers, at length 1 again.
         """
         listed: Sequence[Prompt] = [texts] if isinstance(texts, (str, Mapping)) else texts
-        with _progress_bar(enabled=use_tqdm) as bar:
+        with progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Embedding", total=len(listed))
             return self.embedder.embed(
                 [_text_or_tokens(each) for each in listed],
@@ -253,13 +184,16 @@ class LLM:
         timeout: float | None = None,
         **template: Unpack[TemplateSettings],
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several, through the model's chat template; as `generate` otherwise."""
+        """Answers one conversation, or each of several, through the model's chat template; as `generate` otherwise.
+
+        With `tools`, reasoning and calls are told apart from the text: see `CompletionOutput`.
+        """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         return self._run(
             conversations,
             lambda each: self._encode_chat(each, **template),
-            sampling_params,
+            self._reading_tools(conversations, sampling_params, **template),
             _terms(priority, timeout, len(conversations)),
             use_tqdm=use_tqdm,
         )
@@ -307,7 +241,8 @@ class LLM:
     ) -> TextStream:
         """Answers a conversation piece by piece; as `stream` otherwise."""
         terms = Terms(priority=priority, timeout=timeout)
-        return self._submit(self._encode_chat(messages, **template), sampling_params, terms)
+        [params] = self._reading_tools([messages], sampling_params, **template)
+        return self._submit(self._encode_chat(messages, **template), params, terms)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step. Any thread may call it."""
@@ -340,7 +275,7 @@ class LLM:
 
         grammars = self.compile_grammars([params])
 
-        def submit(_turn: Turn) -> TextStream:
+        def submit(_turn: ThreadTurn) -> TextStream:
             with uninterrupted():
                 return TextStream(self.shared, self.engine.submit(token_ids, params, text, terms))
 
@@ -365,6 +300,31 @@ class LLM:
         )
         return rendered, self.get_tokenizer().encode_rendered(rendered)
 
+    def _reading_tools(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        **settings: Unpack[TemplateSettings],
+    ) -> list[SamplingParams]:
+        """The parameters of each conversation, with how its answer is read if tools are offered."""
+        asked = _spread(sampling_params or SamplingParams(), len(conversations), "SamplingParams")
+        tools = settings.get("tools")
+        if not tools:
+            return list(asked)
+        tokenizer, offer = self.get_tokenizer(), Conversation((), offered_tools(tools))
+        check_tools(tokenizer, offer)
+
+        def reading(messages: Sequence[Message]) -> AnswerReading | None:
+            try:
+                return reading_of(tokenizer, offer, self._encode_chat(messages, **settings)[0] or "")
+            except RequestError:
+                # It is refused alone, when its turn comes.
+                return None
+
+        return [
+            replace(params, reading=reading(messages)) for params, messages in zip(asked, conversations, strict=True)
+        ]
+
     def _run(
         self,
         inputs: Sequence[_InputT],
@@ -379,7 +339,7 @@ class LLM:
         counts = [each.n for each in params]
         grammars = self.compile_grammars(params)
         call = BatchCall(self.shared, self.engine, inputs, encode, params, terms, counts, refused_output)
-        with _progress_bar(enabled=use_tqdm) as bar:
+        with progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Generating", total=len(inputs))
             outputs = call.run(lambda count: bar.update(task, completed=count))
         # Until here they are kept, however many there are.
@@ -389,10 +349,15 @@ class LLM:
     def compile_grammars(self, params: Iterable[SamplingParams]) -> list[PendingGrammar]:
         """Compiles what answers will be held to, while other threads may use the engine. Whoever holds the result keeps
         the grammars. One that cannot be held is refused when its request is submitted."""
-        distinct = {id(each): each for each in params}.values()
-        found = [each for each in map(self.engine.prepare, distinct) if each is not None]
-        for each in found:
-            each.settle()
+        found: list[PendingGrammar] = []
+        for each in {id(each): each for each in params}.values():
+            if (pending := self.engine.prepare(each)) is not None:
+                found.append(pending)
+            # Not too many wait at once: the time of each counts from here.
+            if len(found) > _GRAMMARS_AHEAD:
+                found[-_GRAMMARS_AHEAD].settle()
+        for pending in found:
+            pending.settle()
         return found
 
 
@@ -424,17 +389,3 @@ def _spread(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:
     if len(value) != count:
         raise RequestError(f"expected one {name} or {count}, one for each prompt, got {len(value)}")
     return value
-
-
-def _progress_bar(*, enabled: bool) -> Progress:
-    """A bar on a terminal's standard error; silent elsewhere."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not (enabled and console.is_terminal),
-        transient=True,
-    )

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 from sightline.cli import app
 from sightline.cli.answers import Answer, Piece
-from sightline.cli.chat.conversation import HELP, Conversation
+from sightline.cli.chat.conversation import HELP, ChatSession
 from sightline.cli.chat.lines import typed_messages
 from sightline.cli.chat.partners import LocalModel, Messages, RemoteServer
 from sightline.cli.console import notes
@@ -77,8 +77,8 @@ def parrot() -> Parrot:
     return Parrot()
 
 
-def talk(parrot: Parrot, *said: str, system: str | None = None, quiet: bool = False) -> Conversation:
-    conversation = Conversation(parrot, system, quiet=quiet)
+def talk(parrot: Parrot, *said: str, system: str | None = None, quiet: bool = False) -> ChatSession:
+    conversation = ChatSession(parrot, system, quiet=quiet)
     conversation.talk(said)
     return conversation
 
@@ -193,7 +193,7 @@ def test_a_chat_without_a_model_says_so_and_takes_another(capsys: pytest.Capture
             raise SightlineError(f"{name} is gone")
         return SimpleNamespace(close=lambda: None)
 
-    conversation = Conversation(LocalModel("old", load, SamplingParams()), None, quiet=True)
+    conversation = ChatSession(LocalModel("old", load, SamplingParams()), None, quiet=True)
     conversation.talk(["/model new", "hi", "/model other"])
     told = capsys.readouterr()
     assert told.err.splitlines()[:1] == ["error: old is gone"]
@@ -290,7 +290,7 @@ def test_a_server_that_answers_badly_is_told(
     monkeypatch.setattr(HTTPConnection, "request", lambda *_: None)
     lines = [f"data: {event}\n".encode() for event in events]
     monkeypatch.setattr(HTTPConnection, "getresponse", lambda _: _Response(lines))
-    Conversation(remote, None, quiet=True).talk(["hi"])
+    ChatSession(remote, None, quiet=True).talk(["hi"])
     assert message in capsys.readouterr().err
 
 
@@ -304,7 +304,7 @@ def test_halves_of_characters_of_a_server_are_printed(
     event = b'data: {"choices": [{"delta": {"content": "a\\ud800"}, "finish_reason": "stop"}]}\n'
     monkeypatch.setattr(HTTPConnection, "request", lambda *_: None)
     monkeypatch.setattr(HTTPConnection, "getresponse", lambda _: _Response([event]))
-    Conversation(RemoteServer("http://127.0.0.1:1", None, "m", {}), None, quiet=True).talk(["hi"])
+    ChatSession(RemoteServer("http://127.0.0.1:1", None, "m", {}), None, quiet=True).talk(["hi"])
     assert capsys.readouterr().out == "a?\n"
 
 

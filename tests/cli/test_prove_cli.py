@@ -82,6 +82,7 @@ OTHERS: dict[str, Any] = {
     "attention_backend": "torch",
     "prefill_attention_backend": "triton",
     "decode_attention_backend": "reference",
+    "tensor_parallel_size": 3,
 }
 
 
@@ -217,14 +218,19 @@ def test_what_the_process_says_is_no_answer(capfd: pytest.CaptureFixture[str]) -
 
 
 STARTED = "import time; open({!r}, 'w').close(); time.sleep(60)"
-RUNNING = "from sightline.cli.conformance.proving import _run; import sys; _run([sys.executable, '-c', {!r}])"
+# A test run in the background may ignore signals, which processes inherit.
+HEEDING = (
+    "from signal import *; signal(SIGTERM, SIG_DFL); signal(SIGHUP, SIG_DFL); signal(SIGINT, default_int_handler); "
+)
+RUNNING = HEEDING + "from sightline.cli.conformance.proving import _run; import sys; _run([sys.executable, '-c', {!r}])"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_proof_that_is_interrupted_leaves_nothing_running(tmp_path: Path, number: signal.Signals, code: int) -> None:
     started = tmp_path / "started"
     inner = f"import os; open({str(started)!r} + '.pid', 'w').write(str(os.getpid())); " + STARTED.format(str(started))
-    process = subprocess.Popen([sys.executable, "-c", RUNNING.format(inner)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", RUNNING.format(inner)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while not started.exists() and time.monotonic() < deadline:

@@ -38,7 +38,12 @@ class Client:
 
 CLIENTS = {
     "openai": Client(["openai"], "ask_openai.py"),
-    "openai-js": Client(["openai"], "ask_openai.mjs"),
+    "openai-js": Client(["openai", "zod"], "ask_openai.mjs"),
+    "ai-js": Client(["ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"], "ask_ai.mjs"),
+    "anthropic": Client(["anthropic"], "ask_anthropic.py"),
+    "instructor": Client(["instructor"], "ask_instructor.py"),
+    "pydantic-ai": Client(["pydantic-ai-slim[openai,anthropic]"], "ask_pydantic_ai.py"),
+    "openai-agents": Client(["openai-agents"], "ask_openai_agents.py"),
     "litellm": Client(["litellm"], "ask_litellm.py"),
     "langchain": Client(["langchain-openai"], "ask_langchain.py"),
     "llama-index": Client(["llama-index-llms-openai-like"], "ask_llama_index.py"),
@@ -79,6 +84,7 @@ def served() -> Iterator[str]:
     """The address of a server with the default model."""
     log = FOLDER / "server.log"
     command = [sys.executable, "-m", "sightline", "serve", "--port", "0", "--cache-tokens", "32k"]
+    command += ["--chat-template", str(HERE / "tools.jinja")]
     with log.open("w") as file:
         server = subprocess.Popen(command, stderr=file)
     try:

@@ -46,6 +46,27 @@ def test_nothing_but_a_key_opens(authorization: bytes | None) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
+def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    keys = Keyring(KEYS)
+    assert keys.caller(None, b"sk-second-key") == keys.caller(b"Bearer sk-second-key", b"sk-second-key") == "key-2"
+
+
+@pytest.mark.parametrize(
+    ("authorization", "api_key", "got"),
+    [
+        (None, b"", "an unknown one"),
+        (None, b"Bearer sk-first-key", "an unknown one"),
+        (b"Bearer sk-wrong-key", b"sk-first-key", "an unknown one"),
+        (b"Basic sk-first-key", b"sk-first-key", "an unknown one"),
+        (b"Bearer sk-first-key", b"sk-second-key", "two different ones"),
+    ],
+)
+def test_two_headers_must_have_the_same_key(authorization: bytes | None, api_key: bytes, got: str) -> None:
+    with pytest.raises(ApiError, match=got) as caught:
+        Keyring(KEYS).caller(authorization, api_key)
+    assert caught.value.status == 401
+
+
 def test_without_keys_everybody_is_the_same_caller() -> None:
     assert Keyring(()).caller(None) == Keyring(()).caller(b"Bearer anything") == ""
 

@@ -88,7 +88,9 @@ def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_a
     prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in asked.values()]
     expected = front_end.llm.embed(prompts, use_tqdm=False)
     front_end.start(submit({**asked, 3: (10**6,)}, None, Terms()))
-    reports = front_end.receive()
+    reports: list[Report] = []
+    while len(numbers(reports)) < len(asked) or not any(isinstance(report, Refused) for report in reports):
+        reports += front_end.receive()
     assert [report.number for report in reports if isinstance(report, Refused)] == [3]
     found = {report.number: np.frombuffer(report.numbers, "<f4") for report in reports if isinstance(report, Vector)}
     for number, each in zip(asked, expected, strict=True):

@@ -302,7 +302,7 @@ def test_the_server_tells_how_it_is(server: ServedProcess) -> None:
     info = told["/server_info"]
     assert (info["models"], info["vocab_size"], info["degradations"]) == ([MODEL], 49152, [])
     # The default model is a quantised file, which is dequantised unless it is told otherwise.
-    assert [note.partition(":")[0] for note in info["notes"]] == ["--quantization keep"]
+    assert [note.partition(":")[0] for note in info["notes"]] == ["--quantization keep", "answers"]
     assert info["engine"] == {"is_open": True, "starts": 1}
     assert (info["config"]["cache_tokens"], info["config"]["max_model_len"]) == (32768, 8192)
     assert (info["limits"]["max_sequences"], info["limits"]["max_body_bytes"]) == (64 + 1024, 4 << 20)

@@ -45,8 +45,13 @@ WITH_KEY = {"Authorization": f"Bearer {KEY}"}
 SECONDS = 10.0
 """In which every answer must have come; generations are cut long before."""
 COMPLETIONS = ("POST /v1/chat/completions", "POST /v1/completions")
+FACES = ("POST /v1/responses", "POST /v1/messages", "POST /v1/messages/count_tokens")
 OPERATIONS = (
     *COMPLETIONS,
+    *FACES,
+    "GET /v1/responses/{response_id}",
+    "DELETE /v1/responses/{response_id}",
+    "POST /v1/responses/{response_id}",
     "GET /v1/models",
     "GET /v1/models/{model}",
     "POST /tokenize",

@@ -44,6 +44,11 @@ def test_axe_finds_no_fault(browser: Browser, site: StubServer, theme: str, size
     page = opened.page
     expect(page.locator("#model-name")).to_have_text(MODEL)
     found = {"welcome": faults(page)}
+    page.click("#open-settings")
+    page.check("#tools")
+    page.keyboard.press("Escape")
+    called = {"name": "calculate", "arguments": '{"expression": "1 / 0"}'}
+    site.answers(calls=[{"index": 0, "function": called}], finish="tool_calls")
     site.answers(EVERYTHING)
     site.answers(EVERYTHING)
     opened.ask("Show")
@@ -54,7 +59,7 @@ def test_axe_finds_no_fault(browser: Browser, site: StubServer, theme: str, size
     site.answers(status=429, message="busy", retry_after="60")
     opened.ask("Again")
     expect(page.locator(".trouble")).to_be_visible()
-    page.locator(".thought summary").first.click()
+    page.locator(".thought:visible summary").first.click()
     page.locator(".sampling summary").first.click()
     found["two answers and a failure"] = faults(page)
     if size is PHONE:

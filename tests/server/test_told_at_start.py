@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.engine.measuring import LEAST_SECONDS
-from sightline.llm import build_engine
+from sightline.opening import build_engine
 from sightline.server.http.limits import Limits
 from sightline.server.process import worker
 from sightline.server.process.channel import Channel

@@ -29,7 +29,7 @@ def divided(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(borders)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(few_letters, stop_strings, st.lists(st.integers(0, 30), max_size=8), st.booleans())
 def test_however_divided_the_text_is_cut_where_the_whole_text_would_be(
     text: str, stops: list[str], cuts: list[int], include: bool
@@ -46,7 +46,7 @@ def test_however_divided_the_text_is_cut_where_the_whole_text_would_be(
     assert matcher.flush() == ""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(few_letters, stop_strings)
 def test_where_no_stop_string_lies_in_another_the_cut_is_at_the_earliest(text: str, stops: list[str]) -> None:
     assume(not any(left in right for left in stops for right in stops if left != right))
@@ -55,7 +55,7 @@ def test_where_no_stop_string_lies_in_another_the_cut_is_at_the_earliest(text: s
     assert matcher.push(text) + matcher.flush() == text[: min(found, default=len(text))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(few_letters, stop_strings)
 def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
@@ -68,7 +68,7 @@ def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[s
         ), "a longer end of the text may begin a stop string"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(few_letters, few_letters, stop_strings)
 def test_a_stop_string_that_may_not_end_yet_is_text(early: str, late: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)

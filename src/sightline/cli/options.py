@@ -209,7 +209,7 @@ prove_option = click.option(
     help="Prove attention for exactly this engine first, unless that is done, and begin only if it passes.",
 )
 _REPORTED = ("n", "logprobs", "prompt_logprobs")
-_NOT_OPTIONS = ("logit_bias", "allowed_token_ids", "detokenize", "structured_outputs")
+_NOT_OPTIONS = ("logit_bias", "allowed_token_ids", "detokenize", "structured_outputs", "reading")
 """Sampling parameters that have no form on a command line, or no use where text is printed."""
 _REPEATED = {"stop": str, "stop_token_ids": int, "bad_words": str}
 sampling_options = collected(

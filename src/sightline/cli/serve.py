@@ -45,6 +45,10 @@ server_options = collected(
     max_answer_bytes=count_option(
         "--max-answer-bytes", default=64 << 20, help="Memory for all answers that are generated and not sent."
     ),
+    max_stored_responses=count_option(
+        "--max-stored-responses", default=4096, help="Responses that are kept for previous_response_id; 0: none."
+    ),
+    max_stored_bytes=count_option("--max-stored-bytes", default=64 << 20, help="Memory for all of them."),
     max_request_cost=count_option(
         "--max-request-cost",
         help="Most that one request may cost: prompts × n × tokens × (1 + 4 × logprobs). 128 contexts without it.",
@@ -147,6 +151,8 @@ async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
             # Room for a few bodies of that size: half of it is what one of several callers may hold.
             max_held_bytes=max(Limits.max_held_bytes, 4 * served["max_body_bytes"]),
             max_answer_bytes=served["max_answer_bytes"],
+            max_stored_responses=served["max_stored_responses"],
+            max_stored_bytes=served["max_stored_bytes"],
         ),
         request_timeout=served["request_timeout"],
         drain_seconds=served["drain_timeout"],

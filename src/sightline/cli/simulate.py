@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option("--sparse", is_flag=True, help="Give the model a layer that attends to what an indexer chooses.")
 @click.option("--host", is_flag=True, help="Keep pages in host memory, behind transfers that end late or fail.")
+@click.option("--ranks", is_flag=True, help="Share the model among ranks, which die and stall.")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
 @click.option("--output", type=parse_target, metavar="FILE", help="Write the script of a failing seed here.")
 def simulate(
@@ -38,6 +39,7 @@ def simulate(
     states: bool,
     sparse: bool,
     host: bool,
+    ranks: bool,
     script: Path | None,
     output: Path | None,
 ) -> None:
@@ -54,7 +56,7 @@ def simulate(
         _play_script(script, output)
         return
     started, total = time.perf_counter(), EventCounts()
-    kinds = {"guesses": guesses, "states": states, "sparse": sparse, "host": host}
+    kinds = {"guesses": guesses, "states": states, "sparse": sparse, "host": host, "ranks": ranks}
     for result in play_seeds(range(seed, seed + seeds), steps, jobs, **kinds):
         if isinstance(result, SeedFailure):
             _print_violation(result.what)

@@ -15,6 +15,10 @@ from sightline.core.errors import RequestError
 from sightline.core.words import answer_unknown
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
+MAX_HELD_CHARACTERS = 1 << 18
+"""The most characters of all schemas that one answer is held to: its own, and those of its tools."""
+MAX_SCHEMA_DEPTH = 64
+"""The most objects and arrays of JSON within each other in a schema."""
 MAX_REGEX_CHARACTERS = 1 << 12
 MAX_GRAMMAR_CHARACTERS = 1 << 14
 MAX_CHOICES = 1024
@@ -107,16 +111,39 @@ def read_structured_outputs(value: object) -> StructuredOutputs | None:
 
 def _schema_text(schema: object) -> str:
     """A schema's text, so that equal schemas are equal. The order of properties stays: answers follow it."""
-    try:
-        value = json.loads(schema, parse_constant=_no_number) if isinstance(schema, str) else schema
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RequestError(f"expected a JSON schema in structured_outputs json, got invalid JSON: {error}") from error
+    value, text = _nested_json(schema, "a JSON schema in structured_outputs json")
     if not isinstance(value, Mapping | bool):
         raise RequestError(f"expected a JSON schema in structured_outputs json, an object, got {text[:40]}")
     _check_length("json", len(text), MAX_SCHEMA_CHARACTERS)
     return text
+
+
+def parameters_text(parameters: object, tool: str) -> str:
+    """The schema of a tool's arguments as text. Raises `RequestError` for what is no JSON, or is nested too deep."""
+    return _nested_json(parameters, f"parameters of the tool {tool[:40]!r} as a JSON schema")[1]
+
+
+def _nested_json(given: object, what: str) -> tuple[object, str]:
+    """A value and its JSON text, if it is nested within bounds."""
+    try:
+        value = json.loads(given, parse_constant=_no_number) if isinstance(given, str) else given
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except RecursionError as error:
+        raise _too_deep(what) from error
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"expected {what}, got invalid JSON: {error}") from error
+    level = [value]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        containers = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, Mapping) else each)]
+        if not containers:
+            return value, text
+    raise _too_deep(what)
+
+
+def _too_deep(what: str) -> RequestError:
+    return RequestError(f"expected {what} nested at most {MAX_SCHEMA_DEPTH} deep, got more; use $defs and $ref")
 
 
 def _no_number(constant: str) -> float:

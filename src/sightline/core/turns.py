@@ -35,7 +35,7 @@ def is_gone(thread: threading.Thread) -> bool:
     return not thread.is_alive() and thread is not threading.main_thread()
 
 
-class Turn:
+class ThreadTurn:
     """One call of one thread."""
 
     def __init__(self) -> None:
@@ -74,16 +74,16 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         """Guards the fields below. Never held while a turn works."""
-        self._inside: Turn | None = None
-        self._queue: deque[Turn] = deque()
-        self._asleep: dict[Turn, None] = {}
+        self._inside: ThreadTurn | None = None
+        self._queue: deque[ThreadTurn] = deque()
+        self._asleep: dict[ThreadTurn, None] = {}
         """In the order in which they fell asleep."""
-        self._driver: Turn | None = None
+        self._driver: ThreadTurn | None = None
         """A call inside or in the queue, for as long as another one sleeps."""
 
-    def run(self, work: Callable[[Turn], _T]) -> _T:
+    def run(self, work: Callable[[ThreadTurn], _T]) -> _T:
         """Calls `work` when it is this thread's turn. Nested calls of the same thread run at once."""
-        turn = Turn()
+        turn = ThreadTurn()
         try:
             self._enter(turn)
             return work(turn)
@@ -92,7 +92,7 @@ class Turns:
             turn.is_over = True
             self._leave(turn)
 
-    def drive_until(self, turn: Turn, is_ready: Callable[[], bool], work: Callable[[], None]) -> None:
+    def drive_until(self, turn: ThreadTurn, is_ready: Callable[[], bool], work: Callable[[], None]) -> None:
         """Repeats `work` until `is_ready()`, or sleeps while another thread does. Returns inside.
 
         `is_ready` may be called by any thread that has the turn. Waiting threads get a turn between two pieces of work.
@@ -110,9 +110,9 @@ class Turns:
             except Exception as error:
                 self._wake(lambda _: True, error)
                 raise
-            self._wake(Turn.wants_in)
+            self._wake(ThreadTurn.wants_in)
 
-    def _enter(self, turn: Turn) -> None:
+    def _enter(self, turn: ThreadTurn) -> None:
         with self._lock:
             if self._is_let_in(turn):
                 return
@@ -120,7 +120,7 @@ class Turns:
             self._queue.append(turn)
         self._wait(turn)
 
-    def _give_way(self, turn: Turn, is_ready: Callable[[], bool]) -> None:
+    def _give_way(self, turn: ThreadTurn, is_ready: Callable[[], bool]) -> None:
         """Lets others go first. Returns inside: ready, or as the driver."""
         with self._lock:
             turn.is_ready = is_ready
@@ -135,13 +135,13 @@ class Turns:
         if turn.error is not None:
             raise turn.error
 
-    def _wait(self, turn: Turn) -> None:
+    def _wait(self, turn: ThreadTurn) -> None:
         while self._inside is not turn and not turn.is_nested:
             if not turn.gate.acquire(timeout=CHECK_SECONDS):
                 with self._lock:
                     self._is_let_in(turn)
 
-    def _is_let_in(self, turn: Turn) -> bool:
+    def _is_let_in(self, turn: ThreadTurn) -> bool:
         while self._inside is not None and self._inside.is_lost:
             self._pass_on()
         if self._inside is None:
@@ -151,7 +151,7 @@ class Turns:
             turn.is_nested = self._inside is not turn
         return self._inside is turn or turn.is_nested
 
-    def _leave(self, turn: Turn) -> None:
+    def _leave(self, turn: ThreadTurn) -> None:
         with self._lock:
             self._forget(turn)
             if self._driver is turn:
@@ -168,18 +168,18 @@ class Turns:
             if self._inside.gate.locked():
                 self._inside.gate.release()
 
-    def _queue_up(self, turn: Turn | None) -> None:
+    def _queue_up(self, turn: ThreadTurn | None) -> None:
         """Moves a sleeper to the end of the queue; does nothing if it is no longer asleep."""
         if turn is not None and turn in self._asleep:
             self._queue.append(turn)
             del self._asleep[turn]
 
-    def _forget(self, turn: Turn) -> None:
+    def _forget(self, turn: ThreadTurn) -> None:
         self._asleep.pop(turn, None)
         if turn in self._queue:
             self._queue.remove(turn)
 
-    def _wake(self, wants_in: Callable[[Turn], bool], error: Exception | None = None) -> None:
+    def _wake(self, wants_in: Callable[[ThreadTurn], bool], error: Exception | None = None) -> None:
         """Queues the sleepers that want in; `error`, if given, is raised in them."""
         if not self._asleep:
             return

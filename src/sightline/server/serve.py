@@ -42,6 +42,7 @@ from sightline.server.process.port import EnginePort, EngineStartError
 from sightline.server.process.protocol import Configure, Opened
 from sightline.server.process.supervisor import WORKER, Supervisor
 from sightline.server.service import Service
+from sightline.server.store import ResponseStore
 from sightline.server.traces import open_traces
 
 logger = logging.getLogger("sightline.server")
@@ -93,7 +94,7 @@ class ServerConfig:
             seconds: float | None = getattr(self, name)
             if seconds is not None and not 0 <= seconds <= MAX_TIMEOUT:
                 raise ConfigError(f"expected {name} between 0 and {MAX_TIMEOUT:g} seconds, got {seconds:g}")
-        for name in ("max_body_bytes", "max_answer_bytes"):
+        for name in ("max_body_bytes", "max_answer_bytes", "max_stored_bytes"):
             most: int = getattr(self.limits, name)
             if most > MAX_JOB_BYTES // 2:
                 raise ConfigError(f"expected {name} of at most {MAX_JOB_BYTES // 2:,}, got {most:,}")
@@ -142,6 +143,7 @@ class Server:
             config.served_names,
             config.request_timeout,
             self._ledger,
+            ResponseStore(config.limits.max_stored_responses, config.limits.max_stored_bytes),
             memory_bound(config.limits),
         )
         patience = Patience(config.ready_seconds, config.probe_seconds)
@@ -241,6 +243,7 @@ class Server:
             self._config.log_level,
             self._config.text_seconds,
             service.answers.most,
+            service.limits.max_kept_bytes,
         )
         self._setup.set_result(setup)
         await self._desks.until_ready()
@@ -294,7 +297,7 @@ def memory_bound(limits: Limits) -> int:
     held = 2 * (limits.max_held_bytes + limits.max_answer_bytes)
     # A request has four accounts: its body, its order, its reports and its answer.
     connections = BoundedProtocol.max_connections * (CONNECTION_BYTES + 4 * limits.small_bytes)
-    return BASE_BYTES + held + connections
+    return BASE_BYTES + held + limits.max_stored_bytes + connections
 
 
 def _http_config(ingress: Ingress, protocol: type[BoundedProtocol]) -> uvicorn.Config:

@@ -25,6 +25,7 @@ from sightline.server.desks.protocol import (
     Job,
     Order,
     ReadBody,
+    Recall,
     Result,
     WriteAnswer,
     WrittenAnswer,
@@ -37,6 +38,7 @@ from sightline.server.logs import log
 from sightline.server.process.port import Answers, AnswerTooLargeError, EngineDownError, EnginePort, RefusedError
 from sightline.server.process.protocol import TOKEN_SCORE_BYTES, Opened
 from sightline.server.process.window import unread_limit
+from sightline.server.store import ResponseStore, StoredResponse
 
 logger = logging.getLogger("sightline.server")
 RESTART_SECONDS = 2
@@ -74,6 +76,7 @@ class Service:
     """Seconds that a request may run."""
     ledger: Ledger
     """The front end's ledger; the engine's entries are in `opened`."""
+    store: ResponseStore = field(default_factory=lambda: ResponseStore(0, 0))
     memory_bound: int = 0
     """Most bytes of memory that the front end may take."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -156,7 +159,9 @@ class Service:
         """Has the answer to an order written at a desk. Raises `ApiError`."""
         packed = msgspec.msgpack.encode(outcome)
         match await self._work(call, lambda number: WriteAnswer(number, form, ticket, head, packed)):
-            case WrittenAnswer(body=body):
+            case WrittenAnswer(body=body, kept=kept):
+                if kept is not None:
+                    self.store.keep(call.caller, head.id, StoredResponse(body, kept))
                 return Reply(body, headers=headers)
             case result:
                 raise self._broken(call, f"expected an answer, got {type(result).__name__}", ())
@@ -192,14 +197,30 @@ class Service:
         return busy(str(error), self.admission.retry_after(count)) if error.is_full else invalid(str(error), param)
 
     async def _read(self, call: Call, form: FormName) -> Order | WrittenAnswer:
-        match await self._work(call, lambda number: ReadBody(number, form, call.body)):
-            case Order() | WrittenAnswer() as result:
+        result = await self._work(call, lambda number: ReadBody(number, form, call.body))
+        if isinstance(result, Recall):
+            recalled = self._recalled(call, result.responses)
+            result = await self._work(call, lambda number: ReadBody(number, form, call.body, recalled))
+        match result:
+            case Order() | WrittenAnswer():
                 if result.unused:
                     call.headers.append((b"x-sightline-unused", shown_fields(result.unused).encode()))
                     call.facts["unused"] = shown_fields(result.unused)
                 return result
             case result:
                 raise self._broken(call, f"expected what a body says, got {type(result).__name__}", ())
+
+    def _recalled(self, call: Call, names: Sequence[str]) -> dict[str, StoredResponse]:
+        """The stored responses that a body refers to, as far as there are any. Raises `ApiError` for too many bytes."""
+        found = {name: self.store.find(call.caller, name) for name in names}
+        recalled = {name: each for name, each in found.items() if each is not None}
+        num_bytes, most = sum(each.num_bytes for each in recalled.values()), self.limits.max_body_bytes
+        if num_bytes > most:
+            raise invalid(
+                f"expected references to stored responses of at most {most:,} bytes together, got {num_bytes:,}; refer "
+                "to fewer"
+            )
+        return recalled
 
     async def _work(self, call: Call, make: Callable[[int], Job]) -> Result:
         """Has a job done at a desk. The result's bytes count until the request is answered. Raises `ApiError`."""

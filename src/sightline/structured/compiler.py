@@ -3,7 +3,8 @@
     StructuredOutputs ─ checks ─ source text ─ llguidance, in a thread ─▶ CompiledGrammar, kept
 
 llguidance lets other threads run while it compiles. What a compilation may cost is bounded by the size of its source
-and by llguidance's own limits; a time-out ends the wait for it. Does not know requests or sequences.
+and by llguidance's own limits; a time-out ends the wait for it, and callers get turns. Does not know requests or
+sequences.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits
 
+from sightline.core.answer_format import AnswerRule, HeldAnswer
 from sightline.core.errors import RequestError
 from sightline.core.structured import OutputKind, StructuredOutputs
-from sightline.structured.keywords import MAX_INTERSECTED, check_intersections, check_keywords
+from sightline.structured.answers import answer_source
+from sightline.structured.intersections import MAX_INTERSECTED
 from sightline.structured.matcher import CompiledGrammar
+from sightline.structured.schemas import any_source, named_fault, schema_source
+from sightline.structured.turns import Compilation, CompileTurns
 from sightline.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger("sightline")
-MAX_WHITESPACE = 64
-"""The most spaces and line ends in a row between two tokens of JSON: without a limit a model may write nothing else."""
-_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
-_NUM_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,13 @@ class CompileLimits:
 class PendingGrammar:
     """A grammar that is being compiled, or was. Whoever holds it keeps it."""
 
-    grammar: Future[CompiledGrammar]
+    compilation: Compilation[CompiledGrammar]
     due_at: float
     """When waiting for it ends, in `time.monotonic`."""
+
+    @property
+    def grammar(self) -> Future[CompiledGrammar]:
+        return self.compilation.result
 
     @property
     def is_settled(self) -> bool:
@@ -74,7 +80,12 @@ class PendingGrammar:
         """Waits for it. Raises `RequestError` if it cannot be held, or takes too long."""
         try:
             return self.grammar.result(max(0.0, self.due_at - time.monotonic()))
-        except TimeoutError as error:
+        except (TimeoutError, CancelledError) as error:
+            if self.compilation.started_at is None:
+                raise RequestError(
+                    "expected structured_outputs that are compiled in time, got some whose turn did not come: too many "
+                    "others are being compiled; try again"
+                ) from error
             raise RequestError(
                 "expected structured_outputs that are compiled in time, got some that take longer; send simpler ones"
             ) from error
@@ -87,12 +98,12 @@ class GrammarCompiler:
         """`read` makes the vocabulary; it is called once, for the first grammar or by `warm_up`."""
         self._read = read
         self._limits = limits
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="sightline-grammars")
+        self._turns = CompileTurns[CompiledGrammar](limits.seconds)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[StructuredOutputs, PendingGrammar] = OrderedDict()
-        self._alive: WeakValueDictionary[StructuredOutputs, PendingGrammar] = WeakValueDictionary()
+        self._kept: OrderedDict[AnswerRule, Compilation[CompiledGrammar]] = OrderedDict()
+        self._alive: WeakValueDictionary[AnswerRule, Compilation[CompiledGrammar]] = WeakValueDictionary()
         """Also those that only a caller of `prepare` still holds."""
         self.num_compiled = 0
 
@@ -106,23 +117,31 @@ class GrammarCompiler:
             return str(error)
         return None
 
-    def prepare(self, constraint: StructuredOutputs) -> PendingGrammar:
-        """Begins to compile a constraint, unless that was done."""
+    def prepare(self, constraint: AnswerRule, caller: str = "") -> PendingGrammar:
+        """Begins to compile a constraint in the caller's turn, unless that was done."""
         with self._lock:
             found = self._alive.get(constraint)
-            if found is None:
-                due_at = time.monotonic() + self._limits.seconds
-                found = PendingGrammar(self._threads.submit(self._compile, constraint), due_at)
-                self._alive[constraint] = found
+            if found is None or found.is_dropped:
+                found = self._alive[constraint] = Compilation(partial(self._compile, constraint))
             self._kept[constraint] = found
             self._kept.move_to_end(constraint)
             while len(self._kept) > self._limits.num_kept:
                 self._kept.popitem(last=False)
-            return found
+        self._turns.submit(found, caller)
+        return PendingGrammar(found, found.due_at.get(caller, 0.0))
+
+    def prepared(self, constraint: AnswerRule, caller: str = "") -> PendingGrammar:
+        """What `prepare` returned to the caller, if somebody holds it; otherwise as `prepare`. What was not compiled in
+        time is not waited for again."""
+        with self._lock:
+            found = self._alive.get(constraint)
+        if found is None or caller not in found.due_at:
+            return self.prepare(constraint, caller)
+        return PendingGrammar(found, found.due_at[caller])
 
     def close(self) -> None:
         """Ends the threads, after what they compile."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
 
     def _read_once(self) -> Vocabulary:
         with self._reading:
@@ -130,16 +149,17 @@ class GrammarCompiler:
                 self._vocabulary = self._read()
             return self._vocabulary
 
-    def _compile(self, constraint: StructuredOutputs) -> CompiledGrammar:
-        with _library_faults(f"structured_outputs {constraint.kind}"):
+    def _compile(self, constraint: AnswerRule) -> CompiledGrammar:
+        what = _named(constraint)
+        with _library_faults(what):
             vocabulary = self._read_once()
-            source = grammar_source(constraint)
+            source = _source(constraint, vocabulary)
             state = LLMatcher(vocabulary.tokens, source, log_level=0, limits=self._limits.of_library())
         # A warning says that something of a schema was passed over.
         faults = [state.get_error()] if state.is_error() else state.get_grammar_warnings()
         if faults:
-            told = " ".join("; ".join(faults).split())
-            raise RequestError(f"expected structured_outputs {constraint.kind} that can be held, got: {told[:400]}")
+            told = named_fault(" ".join("; ".join(faults).split()))
+            raise RequestError(f"expected {what} that can be held, got: {told[:400]}")
         self.num_compiled += 1
         return CompiledGrammar(state, vocabulary)
 
@@ -160,18 +180,29 @@ def _library_faults(what: str) -> Iterator[None]:
         raise RequestError(f"expected {what} that can be compiled, got a fault: {str(error)[:200]}") from error
 
 
+def _named(constraint: AnswerRule) -> str:
+    match constraint:
+        case HeldAnswer():
+            return "tools and a response format"
+        case StructuredOutputs(kind=kind):
+            return f"structured_outputs {kind}"
+
+
+def _source(constraint: AnswerRule, vocabulary: Vocabulary) -> str:
+    match constraint:
+        case HeldAnswer():
+            return answer_source(constraint, vocabulary, grammar_source)
+        case StructuredOutputs():
+            return grammar_source(constraint)
+
+
 def grammar_source(constraint: StructuredOutputs) -> str:
     """A constraint as llguidance reads it. Raises `RequestError` for what would be passed over."""
     match constraint.kind:
         case OutputKind.JSON:
-            schema = json.loads(constraint.source)
-            check_keywords(schema)
-            check_intersections(schema)
-            if schema is False:
-                raise RequestError("expected structured_outputs json that admits something, got the schema false")
-            return _of_schema("{}" if schema is True else constraint.source)
+            return schema_source(constraint.source)
         case OutputKind.JSON_OBJECT:
-            return _of_schema('{"type":"object"}')
+            return any_source('{"type":"object"}')
         case OutputKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.source)
         case OutputKind.CHOICE:
@@ -190,7 +221,3 @@ def _check_grammar(source: str) -> None:
             f"expected structured_outputs grammar with fewer than {MAX_INTERSECTED} of the characters & and ~, which "
             "intersect and negate, got more"
         )
-
-
-def _of_schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})

@@ -39,12 +39,6 @@ _DIRECT = ("items", "additionalItems", "additionalProperties", "anyOf", "allOf",
 """Keywords whose value is a schema, or a list of schemas."""
 
 
-MAX_INTERSECTED = 6
-"""The most patterns that one text may have to match at once."""
-MAX_DEPTH = 64
-"""The most schemas around a schema."""
-
-
 class _Found(NamedTuple):
     keyword: str
     path: str
@@ -68,47 +62,8 @@ def check_keywords(schema: object) -> None:
         )
 
 
-def check_intersections(schema: object) -> None:
-    """Raises `RequestError` if a text would have to match many patterns at once.
-
-    What llguidance computes of an intersection grows with a power of their number, and no fuel of its own bounds it.
-    """
-    found = _Intersections(schema)
-    if max((found.most(each) for each, _ in _schemas(schema)), default=0) > MAX_INTERSECTED:
-        raise RequestError(
-            f"expected a schema in structured_outputs of which at most {MAX_INTERSECTED} of the keywords pattern, "
-            "format, multipleOf, minLength and maxLength apply to one value, got more by allOf, anyOf or $ref; join "
-            "the patterns"
-        )
-
-
-class _Intersections:
-    """Counts the patterns that apply to one value. Looks at each schema once."""
-
-    def __init__(self, root: object) -> None:
-        self._root = root
-        self._counts: dict[int, int] = {}
-        """By the identity of a schema; 0 while it is counted, so that a reference to itself adds nothing."""
-
-    def most(self, schema: object, depth: int = 0) -> int:
-        """The most patterns that apply to a value of a schema. Raises `RequestError` for one that is nested deeply."""
-        if depth > MAX_DEPTH:
-            raise RequestError(f"expected a schema in structured_outputs nested at most {MAX_DEPTH} deep, got more")
-        match schema:
-            case Mapping() if id(schema) not in self._counts:
-                self._counts[id(schema)] = 0
-                own = sum(name in schema for name in ("pattern", "format", "multipleOf"))
-                own += "minLength" in schema or "maxLength" in schema
-                own += sum(self.most(each, depth + 1) for each in _listed(schema.get("allOf")))
-                for name in ("anyOf", "oneOf"):
-                    own += max((self.most(each, depth + 1) for each in _listed(schema.get(name))), default=0)
-                if type(reference := schema.get("$ref")) is str:
-                    own += self.most(_target(self._root, reference), depth + 1)
-                self._counts[id(schema)] = own
-        return self._counts.get(id(schema), 0)
-
-
-def _listed(value: object) -> list[object]:
+def listed(value: object) -> list[object]:
+    """A list as it is; an empty one in place of anything else."""
     match value:
         case list():
             return value
@@ -116,7 +71,7 @@ def _listed(value: object) -> list[object]:
             return []
 
 
-def _target(root: object, reference: str) -> object:
+def target_of(root: object, reference: str) -> object:
     """What a reference within a schema leads to; None if it leads nowhere, which llguidance refuses."""
     found = root
     for part in reference.removeprefix("#").split("/")[1:]:
@@ -133,23 +88,23 @@ def _target(root: object, reference: str) -> object:
 
 def _keywords(schema: object) -> Iterator[_Found]:
     """Every keyword of a schema and of the schemas in it, with the path of its schema."""
-    for each, path in _schemas(schema):
+    for each, path in schemas_in(schema):
         for keyword in each:
             yield _Found(keyword, path)
 
 
-def _schemas(schema: object) -> Iterator[tuple[Mapping[str, object], str]]:
+def schemas_in(schema: object) -> Iterator[tuple[dict[str, object], str]]:
     """A schema and all schemas in it that are objects, with their paths."""
     pending: list[tuple[object, str]] = [(schema, "")]
     while pending:
         value, path = pending.pop()
         match value:
-            case Mapping():
+            case dict():
                 yield value, path
                 pending += [(value[name], f"{path}/{name}") for name in _DIRECT if name in value]
                 for name in _BY_NAME:
                     match value.get(name):
-                        case Mapping() as named:
+                        case dict() as named:
                             pending += [(each, f"{path}/{name}/{key}"[:80]) for key, each in named.items()]
             case list():
                 pending += [(each, f"{path}/{index}") for index, each in enumerate(value)]

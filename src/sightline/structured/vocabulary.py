@@ -5,10 +5,11 @@ Owns the agreement of those bytes with the text that an answer gets. Does not kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from sightline.core.errors import RequestError
@@ -28,6 +29,16 @@ class Vocabulary:
     """Words of a mask over the model's tokens."""
     unheard: NDArray[numpy.int64] | None
     """A mask without the tokens that begin with a space, if text loses a space at its beginning; otherwise None."""
+    special: Mapping[str, int]
+    """Tokens that grammars name by number, by their spelling."""
+    ends: frozenset[int]
+    """Tokens that end an answer."""
+
+    def fault(self, source: str) -> str | None:
+        """Why a grammar cannot be held; None if it can be."""
+        state = LLMatcher(self.tokens, source, log_level=0)
+        faults = [state.get_error()] if state.is_error() else state.get_grammar_warnings()
+        return " ".join("; ".join(faults).split())[:400] or None
 
 
 def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset[int]) -> Vocabulary:
@@ -46,7 +57,14 @@ def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_tokens: frozenset
         ) from error
     loses_space = _check_texts(tokenizer, tokens)
     num_words = -(-vocab_size // WORD_BITS)
-    return Vocabulary(tokens, num_words, _without_spaces(tokens, size, num_words) if loses_space else None)
+    unheard = _without_spaces(tokens, size, num_words) if loses_space else None
+    special = {
+        spelling.decode(errors="replace"): token
+        for token in range(tokenizer.vocab_size)
+        # llguidance also takes the token of the byte 0xFF, which is in no text, for a special one without a spelling.
+        if tokens.is_special_token(token) and (spelling := tokens.decode_bytes([token]))
+    }
+    return Vocabulary(tokens, num_words, unheard, special, end_tokens)
 
 
 def _check_texts(tokenizer: Tokenizer, tokens: LLTokenizer) -> bool:

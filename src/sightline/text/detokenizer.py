@@ -27,9 +27,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class IncrementalDetokenizer:
     """Converts the ids of one sequence to text as they arrive. A call that raises has no effect."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> None:
+        """`kept` are special tokens that have text even if the others have none."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
         self._steps = _build_steps(json.loads(tokenizer.decoder_state))
 
     def push(self, token_ids: Sequence[int]) -> str:

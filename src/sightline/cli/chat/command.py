@@ -40,7 +40,7 @@ def chat(
     Ctrl-C stops an answer, Ctrl-D leaves.
     """
     # Imported here: they import HTTP, TLS and asyncio, which `--help` does not need.
-    from sightline.cli.chat.conversation import Conversation
+    from sightline.cli.chat.conversation import ChatSession
     from sightline.cli.chat.lines import remembered, typed_messages
     from sightline.cli.chat.partners import LocalModel, Partner, RemoteServer
 
@@ -60,7 +60,7 @@ def chat(
             )
         sent = {name: value for name, value in sampling.items() if options_given(context, name)}
         partner = RemoteServer(url, api_key or next(iter(api_keys()), None), settings["model"], sent)
-    conversation = Conversation(partner, system, quiet=quiet)
+    conversation = ChatSession(partner, system, quiet=quiet)
     if message is not None:
         conversation.answer(message)
         return

@@ -27,7 +27,7 @@ A line that ends with \\ goes on in the next one; """ begins a text of several l
 Ctrl-C stops an answer. A message may begin with / after a space.'''
 
 
-class Conversation:
+class ChatSession:
     """Messages, and who answers them."""
 
     def __init__(self, partner: Partner, system: str | None, *, quiet: bool) -> None:

@@ -45,7 +45,7 @@ def _tell_duty(duty: Duty) -> None:
 
 
 def _tell_result(result: CheckResult) -> None:
-    notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]")
+    notes.print(f"[dim]  {escape(str(result))}[/]")
 
 
 def _told_duty(duty: Duty) -> str:

@@ -25,7 +25,6 @@ from sightline.core.config import EngineConfig, EngineKeywords
 from sightline.core.settings import aliases_of, stated
 
 if TYPE_CHECKING:
-    from sightline.testing.conformance.kit import CheckResult
     from sightline.testing.conformance.report import ConformanceReport, Outcome, TriedRow
     from sightline.testing.conformance.rows import RowToTry, Watch
 
@@ -151,7 +150,7 @@ def _watch_in_turn() -> Watch:
 
     return Watch(
         lambda row: notes.print(f"[dim]{_told_row(row)} on {escape(row.subject.device.name)}[/]"),
-        lambda _row, result: notes.print(f"[dim]  {_told_result(result)}[/]"),
+        lambda _row, result: notes.print(f"[dim]  {escape(str(result))}[/]"),
     )
 
 
@@ -159,15 +158,11 @@ def _watch_side_by_side() -> Watch:
     """Prints each check with its row, because checks of several rows run at once."""
     from sightline.testing.conformance.rows import Watch
 
-    return Watch(on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]"))
+    return Watch(on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {escape(str(result))}[/]"))
 
 
 def _told_row(row: RowToTry) -> str:
     return f"{escape(row.candidate.name)} · {escape(row.label)}"
-
-
-def _told_result(result: CheckResult) -> str:
-    return f"{escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)"
 
 
 def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:

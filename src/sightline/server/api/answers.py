@@ -14,6 +14,12 @@ class PromptDetails(Struct, frozen=True):
     """Tokens that were found in the prefix cache."""
 
 
+class CompletionDetails(Struct, frozen=True):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
     """Numbers of tokens read and generated."""
 
@@ -21,6 +27,7 @@ class Usage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class TopLogprob(Struct, frozen=True):
@@ -65,15 +72,35 @@ class PromptLogprob(Struct, frozen=True):
 
 
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
-FinishReason: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "abort", "error"]})]
+FinishReason: TypeAlias = Annotated[
+    str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls", "abort", "error"]})
+]
+
+
+class ChatFunction(Struct, frozen=True):
+    """A function to call, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ChatCall(Struct, frozen=True):
+    """A call that the answer asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: ChatFunction
 
 
 class ChatAnswer(Struct, frozen=True):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null only beside calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -98,11 +125,29 @@ class ChatCompletion(Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class ChatFunctionPiece(Struct, frozen=True):
+    """A piece of a call's arguments; the first of a call has the name."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ChatCallPiece(Struct, frozen=True):
+    """A piece of a call; the first of a call has the id."""
+
+    index: int
+    function: ChatFunctionPiece
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
     """A piece of an answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCallPiece] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -301,6 +346,8 @@ class ServerInfo(Struct, frozen=True):
     """Facts worth knowing that do not change results."""
     host_cache: HostCacheState | None = None
     """Counts of the running engine process; null without a host cache, or before the engine has reported."""
+    tools_refusal: str | None = None
+    """Why requests with tools are refused; null if they are not."""
 
 
 class Error(Struct, frozen=True):
@@ -313,6 +360,21 @@ class Error(Struct, frozen=True):
 
 
 class ErrorBody(Struct, frozen=True):
-    """The body of every error."""
+    """The body of an error."""
 
     error: Error
+
+
+class MessagesError(Struct, frozen=True):
+    """The details of an error, in Anthropic's shape."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(Struct, frozen=True):
+    """The body of an error of /v1/messages."""
+
+    type: Literal["error"]
+    error: MessagesError
+    request_id: str | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -17,20 +17,33 @@ from sightline.server.api.answers import (
     Usage,
 )
 from sightline.server.api.scores import chat_logprobs, completion_logprobs, usage
-from sightline.server.desks.protocol import Generated, Head, StreamShape, UsageEvents
+from sightline.server.api.spoken import chat_delta
+from sightline.server.api.streams import AnswerStream, plain_event
+from sightline.server.desks.protocol import UsageEvents
+from sightline.server.http.errors import ApiError
 from sightline.server.process.protocol import Delta, read_scored_tokens
 
 
-class Chunks(ABC):
-    """Makes the events of one stream."""
+class Chunks(AnswerStream):
+    """Makes the events of a stream of completions. If only the last one reports usage, it is null in the others."""
 
-    id_prefix: ClassVar[str]
+    def begin(self) -> Iterable[bytes]:
+        return map(plain_event, self.opening())
 
-    def __init__(self, head: Head, shape: StreamShape, outcome: Generated) -> None:
-        """`outcome` is what was generated so far. If only the last event reports usage, it is null in the others."""
-        self._head = head
-        self._shape = shape
-        self._outcome = outcome
+    def tell(self, index: int, delta: Delta) -> Iterable[bytes]:
+        chunk = self.chunk(index, delta)
+        return () if chunk is None else (plain_event(chunk),)
+
+    def end(self, body: bytes) -> Iterable[bytes]:
+        """Usage if requested, and `[DONE]`."""
+        del body
+        if (last := self.closing()) is not None:
+            yield plain_event(last)
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> Iterable[bytes]:
+        """The error. No `[DONE]` follows it."""
+        yield b"data: " + error.body() + b"\n\n"
 
     @abstractmethod
     def opening(self) -> Sequence[object]:
@@ -38,7 +51,7 @@ class Chunks(ABC):
 
     def chunk(self, index: int, delta: Delta) -> object | None:
         """The event for a piece of a continuation; None if there is nothing to send."""
-        if not delta.text and delta.finish_reason is None and not delta.logprobs:
+        if not (delta.text or delta.events or delta.logprobs) and delta.finish_reason is None:
             return None
         return self.piece(index, delta)
 
@@ -79,7 +92,7 @@ class ChatChunks(Chunks):
             logprobs = chat_logprobs(read_scored_tokens(delta.logprobs), self._shape.num_logprobs)
         choice = ChatChunkChoice(
             index,
-            ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            ChatDelta(content=delta.text) if delta.text else chat_delta(delta.events),
             delta.finish_reason,
             logprobs,
             UNSET if delta.finish_reason is None else delta.stop_reason,

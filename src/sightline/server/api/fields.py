@@ -31,19 +31,26 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         name: reason
         for reason, names in {
-            "nothing is stored": "store metadata",
+            "only responses are stored": "store metadata",
             "all requests are served alike": "service_tier",
             "callers are told apart by their keys": "user safety_identifier",
             "prefixes are cached for each key, however they are named": "prompt_cache_key prompt_cache_retention "
-            "messages[].cache_control messages[].content[].cache_control",
-            "no tool is called": "parallel_tool_calls",
+            "messages[].cache_control messages[].content[].cache_control prompt_cache_options cache_control "
+            "system[].cache_control tools[].cache_control messages[].content[].content[].cache_control",
             "an expected answer only saves time": "prediction",
             "the server chooses the ids of requests": "request_id rid",
             "events are not padded": "stream_options.include_obfuscation",
             "special tokens are written without spaces between them": "spaces_between_special_tokens",
-            "reasoning is a part of the answer's text": "separate_reasoning stream_reasoning",
+            "reasoning is always told apart from the answer, and as it comes": "stream_reasoning",
+            "the place of a call in an answer": "messages[].tool_calls[].index",
             "a note about an earlier answer": "messages[].annotations messages[].id "
-            "messages[].provider_specific_fields messages[].content[].annotations",
+            "messages[].provider_specific_fields messages[].content[].annotations messages[].content[].citations "
+            "messages[].content[].caller input[].id input[].status input[].phase input[].content[].annotations "
+            "input[].content[].logprobs messages[].parsed messages[].tool_calls[].function.parsed_arguments "
+            "input[].parsed_arguments input[].content[].parsed",
+            "reasoning is told as text, neither encrypted nor signed": "input[].encrypted_content "
+            "messages[].content[].signature",
+            "arguments are always sent as they come": "tools[].eager_input_streaming",
         }.items()
         for name in names.split()
     }
@@ -73,8 +80,10 @@ REFUSED = _refused(
     ("a choice of how structured output works", "guided_decoding_backend guided_whitespace_pattern", _NOTHING),
     ("structural tags in structured output", "structural_tag", _NOTHING),
     ("structured output under this name; send structured_outputs", "json_schema regex ebnf grammar", _NOTHING),
-    ("tools", "tools functions messages[].function_call web_search_options", _NOTHING),
-    ("tools", "tool_choice function_call", (*_NOTHING, "none", "auto")),
+    ("tools under this name; send tools", "functions messages[].function_call", _NOTHING),
+    ("tools under this name; send tool_choice", "function_call", (*_NOTHING, "none", "auto")),
+    ("searching the web", "web_search_options", _NOTHING),
+    ("reasoning as a part of the answer's text", "separate_reasoning", (None, True)),
     ("beam search", "use_beam_search early_stopping", _NOTHING),
     ("beam search", "length_penalty", (None, 1, 1.0)),
     ("choosing the best of several answers; send n", "best_of", (None, 1)),
@@ -84,6 +93,18 @@ REFUSED = _refused(
     ("a prompt as embeddings", "prompt_embeds input_embeds", _NOTHING),
     ("a conversation as tokens; send /v1/completions a prompt", "input_ids", _NOTHING),
     ("documents in a conversation", "documents", _NOTHING),
+    ("work in the background", "background", _NOTHING),
+    ("a conversation that the server keeps; send previous_response_id", "conversation", _NOTHING),
+    ("cutting a conversation; shorten it", "truncation", (None, "disabled")),
+    ("editing a conversation; shorten it", "context_management", _NOTHING),
+    ("tools of the server's own", "max_tool_calls mcp_servers container", _NOTHING),
+    ("calls by programs and in namespaces", "input[].async input[].caller input[].namespace", _NOTHING),
+    ("judging a conversation", "moderation access_programs", _NOTHING),
+    ("structured output under this name; send output_config.format", "output_format", _NOTHING),
+    ("another place or speed of work", "inference_geo", _NOTHING),
+    ("another place or speed of work", "speed", (*_NOTHING, "standard")),
+    ("leaving reasoning out of an answer", "thinking.display", (None, "summarized")),
+    ("a summary of reasoning", "reasoning.generate_summary", (None, "auto")),
     ("a client's own chat template; the model's is used", "chat_template", _NOTHING),
     ("images, sound and video", "mm_processor_kwargs media_io_kwargs image_data audio_data video_data", _NOTHING),
     ("images, sound and video", "audio messages[].audio max_dynamic_patch min_dynamic_patch", _NOTHING),
@@ -106,13 +127,11 @@ REFUSED = _refused(
     ("moving the cache between servers", "kv_transfer_params session_params", _NOTHING),
     ("moving the cache between servers", "bootstrap_host bootstrap_port bootstrap_room", _NOTHING),
     ("several engines behind one server", "data_parallel_rank routed_dp_rank disagg_prefill_dp_rank", _NOTHING),
-    ("limits on reasoning; see chat_template_kwargs", "thinking_token_budget thinking", _NOTHING),
-    ("limits on reasoning; see chat_template_kwargs", "reasoning_effort", (*_NOTHING, "none")),
-    ("limits on reasoning; see chat_template_kwargs", "reasoning", (None, {})),
+    ("reasoning under this name; send reasoning_effort or thinking_token_budget", "thinking", _NOTHING),
+    ("reasoning under this name; send reasoning_effort or thinking_token_budget", "reasoning", (None, {})),
     ("leaving reasoning out of an answer", "include_reasoning", (None, True)),
-    ("reasoning of an earlier answer under this name; send reasoning_content", "messages[].reasoning", _NOTHING),
     ("a refusal beside the content; send it as content", "messages[].refusal", _NOTHING),
-    ("a choice of verbosity; ask for it in the conversation", "verbosity", (*_NOTHING, "medium")),
+    ("a choice of verbosity; ask for it in the conversation", "verbosity text.verbosity", (*_NOTHING, "medium")),
     ("a pattern that ends an answer; send stop", "stop_regex", _NOTHING),
     ("stop strings in an answer under this name; send include_stop_str_in_output", "no_stop_trim", _NOTHING),
     ("detection of repetitions; send repetition_penalty", "repetition_detection", _NOTHING),
@@ -175,8 +194,23 @@ def _shown(path: str) -> str:
 PLACES: Mapping[str, str] = MappingProxyType(
     {"Message": "messages[].", "TextPart": "messages[].content[].", "StreamOptions": "stream_options."}
     | {"ResponseFormat": "response_format.", "JsonSchemaFormat": "response_format.json_schema."}
+    | {"MessageCall": "messages[].tool_calls[].", "CalledFunction": "messages[].tool_calls[].function."}
+    | {"ToolEntry": "tools[].", "FunctionTool": "tools[].function."}
+    | {"ChosenTools": "tool_choice.", "AllowedTools": "tool_choice.allowed_tools."}
+    | dict.fromkeys(("MessageItem", "FunctionCallItem", "FunctionOutputItem", "ReasoningItem"), "input[].")
+    | dict.fromkeys(("InputText", "OutputText", "Refusal", "ReasoningText"), "input[].content[].")
+    | {"SummaryText": "input[].summary[].", "FunctionEntry": "tools[].", "TextSettings": "text."}
+    | {"SchemaFormat": "text.format.", "ReasoningSettings": "reasoning.", "AllowedFunctions": "tool_choice."}
+    | {"ResponsesStreamOptions": "stream_options.", "MessageTurn": "messages[].", "MessagesTool": "tools[]."}
+    | dict.fromkeys(("TextBlock", "ToolUseBlock", "ToolResultBlock", "ThinkingBlock"), "messages[].content[].")
+    | dict.fromkeys(("ThinkingOn", "ThinkingAdaptive", "ThinkingOff"), "thinking.")
+    | {"OutputSettings": "output_config.", "MessageFormat": "output_config.format."}
+    | dict.fromkeys(("AutoChoice", "AnyChoice", "NamedChoice", "NoChoice"), "tool_choice.")
 )
 """Where the objects within bodies are, by the name of their type."""
+
+WITHOUT_TYPE = frozenset({"MessageItem"})
+"""Objects whose `type` may be left out."""
 
 
 def described(schemas: Mapping[str, Any], bodies: Iterable[str], *, allows_unknown: bool) -> dict[str, Any]:
@@ -190,6 +224,8 @@ def described(schemas: Mapping[str, Any], bodies: Iterable[str], *, allows_unkno
             for path, reason in WITHOUT_EFFECT.items()
             if path.startswith(place) and "." not in path.removeprefix(place)
         }
-        closed = {} if allows_unknown else {"additionalProperties": False}
+        closed: dict[str, Any] = {} if allows_unknown else {"additionalProperties": False}
+        if name in WITHOUT_TYPE:
+            closed["required"] = [each for each in schemas[name]["required"] if each != "type"]
         found[name] = {**schemas[name], "properties": {**own, **schemas[name]["properties"]}, **closed}
     return found

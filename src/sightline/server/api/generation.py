@@ -5,42 +5,43 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
-import msgspec
-
-from sightline.server.api.events import Chunks
+from sightline.server.api.streams import AnswerStream
 from sightline.server.desks.protocol import Continuation, FormName, Generated, Head
 from sightline.server.http.errors import ApiError, failed, unavailable
+from sightline.server.http.limits import HeldBytes
 from sightline.server.http.routing import Call, Header, Reply, Stream
 from sightline.server.process.port import AnswerTooLargeError, EngineDownError
 from sightline.server.process.protocol import Delta, Ended
 from sightline.server.service import RESTART_SECONDS, Running, Service
 
-_ENCODER = msgspec.json.Encoder()
+KEPT_BYTES = 6
+"""Memory of a character that was streamed: it is kept twice, and once more on its way to a desk."""
 
 
 class GenerationHandler:
     """The handler of one kind of completion."""
 
-    def __init__(self, service: Service, form: FormName, chunks: type[Chunks]) -> None:
+    def __init__(self, service: Service, form: FormName, stream: type[AnswerStream]) -> None:
         self._service = service
         self._form = form
-        self._chunks = chunks
+        self._stream = stream
 
     async def handle(self, call: Call) -> Reply | Stream:
         """Runs a request. Returns its answer, or its stream once the engine has accepted it."""
         with ExitStack() as held:
             order = await self._service.order(call, self._form, held)
             running = await self._service.start(call, order, held.pop_all())
-        head = Head(self._chunks.id_prefix + call.answer_id, int(time.time()), order.model)
+        head = Head(self._stream.id_prefix + call.answer_id, int(time.time()), order.model)
         call.trace.response_id = head.id
         headers: tuple[Header, ...] = ((b"x-sightline-sampling", running.sampling),)
         continuations = [Continuation() for _ in range(len(order.prompts) * order.n)]
         outcome = Generated(running.num_prompt_tokens, order.n, continuations)
         if order.stream is not None:
             call.held.push(running.release)
-            chunks = self._chunks(head, order.stream, outcome)
-            return Stream(self._events(call, running, outcome, chunks), headers)
+            stream = self._stream(head, order.stream, outcome)
+            return Stream(self._events(call, running, Streamed(order.ticket, head, outcome, stream)), headers)
         with running.release:
             await self._finish(call, running, outcome)
             return await self._service.write(call, self._form, order.ticket, head, outcome, headers)
@@ -55,29 +56,59 @@ class GenerationHandler:
             raise unavailable(str(error), RESTART_SECONDS) from error
         _tell(call, outcome)
 
-    async def _events(
-        self, call: Call, running: Running, outcome: Generated, chunks: Chunks
-    ) -> AsyncGenerator[bytes, None]:
-        """The stream: chunks, usage if requested, and `[DONE]`. An error is the last event; no `[DONE]` follows it."""
+    async def _events(self, call: Call, running: Running, streamed: Streamed) -> AsyncGenerator[bytes, None]:
+        """The stream. An error is its last event."""
+        stream, outcome = streamed.stream, streamed.outcome
+        # What later events repeat is beside the reports, which count until they are sent.
+        held = call.held.enter_context(self._service.answers.opened(call.caller))
         try:
-            for chunk in chunks.opening():
-                yield _event(chunk)
+            for event in stream.begin():
+                yield event
             async for place, report in running.answers.reports():
-                delta = take(report, place, outcome)
-                chunk = None if delta is None else chunks.chunk(place * outcome.n + delta.index, delta)
-                if chunk is not None:
-                    yield _event(chunk)
+                if (delta := take(report, place, outcome)) is None:
+                    continue
+                if stream.keeps_text:
+                    _keep(delta, outcome.continuations[place * outcome.n + delta.index], held)
+                for event in stream.tell(place * outcome.n + delta.index, delta):
+                    yield event
+            body = b"" if not stream.ends_with_body else await self._whole(call, streamed)
+            for event in stream.end(body):
+                yield event
         except (EngineDownError, AnswerTooLargeError) as error:
-            yield _error_event(call, unavailable(str(error), RESTART_SECONDS))
-            return
+            failure = unavailable(str(error), RESTART_SECONDS)
         except ApiError as error:
-            yield _error_event(call, error)
+            failure = error
+        else:
             return
         finally:
             _tell(call, outcome)
-        if (last := chunks.closing()) is not None:
-            yield _event(last)
-        yield b"data: [DONE]\n\n"
+        # The status has been sent.
+        call.facts["error"] = failure.code
+        for event in stream.fail(failure):
+            yield event
+
+    async def _whole(self, call: Call, streamed: Streamed) -> bytes:
+        """The answer as it would be sent without a stream."""
+        reply = await self._service.write(call, self._form, streamed.ticket, streamed.head, streamed.outcome, ())
+        return reply.body
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An answer that is streamed, and what is needed to write it as a whole."""
+
+    ticket: bytes
+    head: Head
+    outcome: Generated
+    stream: AnswerStream
+
+
+def _keep(delta: Delta, continuation: Continuation, held: HeldBytes) -> None:
+    """Keeps what was streamed. Raises `AnswerTooLargeError` if there is no room for it."""
+    length = len(delta.text) + sum(len(event.text) for event in delta.events)
+    if not held.take(KEPT_BYTES * length):
+        raise AnswerTooLargeError("too much of the answers waits to be sent; ask for less")
+    continuation.keep(delta)
 
 
 def take(report: Delta | Ended, place: int, outcome: Generated) -> Delta | None:
@@ -103,13 +134,3 @@ def _tell(call: Call, outcome: Generated) -> None:
     """Notes how a request ended, or was left."""
     call.facts["completion_tokens"] = outcome.num_generated
     call.trace.finish_reasons = tuple(each.finish_reason or "" for each in outcome.continuations)
-
-
-def _event(chunk: object) -> bytes:
-    return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
-
-
-def _error_event(call: Call, error: ApiError) -> bytes:
-    """An error as an event, for an answer whose status has been sent."""
-    call.facts["error"] = error.code
-    return b"data: " + error.body() + b"\n\n"

@@ -101,6 +101,7 @@ class Inspection:
                 degradations=[*opened.degradations, *map(str, service.ledger.degradations)],
                 notes=[*opened.notes, *map(str, service.ledger.notes)],
                 host_cache=self._host_cache(),
+                tools_refusal=opened.tools_refusal,
             )
         )
 

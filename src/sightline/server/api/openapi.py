@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from sightline.server.api.answers import ErrorBody
 from sightline.server.api.fields import REFUSED, described
 from sightline.server.http.access import Access
+from sightline.server.http.errors import ErrorShape
 from sightline.server.http.routing import EVENTS, JSON, NO_BODY, Route
 from sightline.version import __version__
 
@@ -34,10 +34,10 @@ _WITH_BODY = (408, 413, 415)
 def openapi_document(routes: Iterable[Route], *, needs_key: bool, allows_unknown: bool) -> bytes:
     """The document as JSON. `needs_key`: the server has keys. `allows_unknown`: bodies may have unknown fields."""
     listed = [route for route in routes if route.answer is not None or route.content_type.startswith("text/plain")]
-    kinds = [ErrorBody, *(route.answer for route in listed if route.answer is not None)]
+    kinds = [*(shape.value for shape in ErrorShape), *(route.answer for route in listed if route.answer is not None)]
     bodies = [route.body for route in listed if route.body is not NO_BODY]
     kinds += bodies
-    kinds += [route.event for route in listed if route.event is not None]
+    kinds += [kind for route in listed for kind in _event_kinds(route)]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = described(components, [each.__name__ for each in bodies], allows_unknown=allows_unknown)
     paths: dict[str, dict[str, Any]] = {}
@@ -80,7 +80,7 @@ def _operation(route: Route, *, needs_key: bool) -> dict[str, Any]:
     operation["responses"] = {"200": _success(route)} | {
         str(status): {
             "description": _REFUSALS[status],
-            "content": {JSON: {"schema": _reference(ErrorBody)}},
+            "content": {JSON: {"schema": _reference(route.error_shape.value)}},
         }
         for status in sorted(set(statuses))
     }
@@ -94,15 +94,23 @@ def _success(route: Route) -> dict[str, Any]:
     else:
         content[route.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
     if route.event is not None:
-        content[EVENTS] = {"schema": _event(route.event)}
+        content[EVENTS] = {"schema": _event(route)}
     return {"description": "Success.", "content": content}
 
 
-def _event(kind: Any) -> dict[str, Any]:
-    """The schema of a stream's events: a chunk or an error in JSON, or the final `[DONE]`."""
-    told = {"anyOf": [_reference(kind), _reference(ErrorBody)]}
-    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
-    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}}
+def _event(route: Route) -> dict[str, Any]:
+    """The schema of a stream's events: a piece of the answer or an error in JSON, or the final `[DONE]`."""
+    kinds = _event_kinds(route)
+    told = {"anyOf": [_reference(kind) for kind in (*kinds, route.error_shape.value)]}
+    piece: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
+    if len(kinds) == 1:
+        piece = {"anyOf": [{"const": "[DONE]"}, piece]}
+    return {"type": "object", "required": ["data"], "properties": {"data": piece}}
+
+
+def _event_kinds(route: Route) -> tuple[Any, ...]:
+    """The types of a stream's events; none if the route does not stream."""
+    return () if route.event is None else get_args(route.event) or (route.event,)
 
 
 def _reference(kind: Any) -> dict[str, str]:

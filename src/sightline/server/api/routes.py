@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from sightline.core.config import Task
@@ -24,6 +25,13 @@ from sightline.server.api.answers import (
 from sightline.server.api.events import ChatChunks, CompletionChunks
 from sightline.server.api.generation import GenerationHandler
 from sightline.server.api.inspection import Inspection
+from sightline.server.api.messages.answers import MessagesAnswer, TokenCount
+from sightline.server.api.messages.body import CountRequest, MessagesRequest
+from sightline.server.api.messages.events import MessagesEvent, MessagesStream
+from sightline.server.api.responses.answers import DeletedResponse, Response
+from sightline.server.api.responses.body import ResponsesRequest
+from sightline.server.api.responses.events import ResponseEvent, ResponseStream
+from sightline.server.api.responses.stored import StoredHandler
 from sightline.server.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +45,7 @@ from sightline.server.api.texts import TextHandler
 from sightline.server.api.vectors import VectorHandler
 from sightline.server.desks.protocol import FormName
 from sightline.server.http.access import Access
+from sightline.server.http.errors import ErrorShape
 from sightline.server.http.routing import HTML, NO_BODY, PLAIN, Call, Handler, Reply, Route, RouteTable
 from sightline.server.page.pages import FILES, Page, PageFiles
 from sightline.server.service import Service
@@ -67,7 +76,7 @@ def _queued(
     body: type[Any],
     answer: type[Any],
     example: Mapping[str, Any],
-    event: type[Any] | None = None,
+    event: Any = None,
     refusals: tuple[int, ...] = (404, 429, 500, 503),
     operation: str = "",
 ) -> Route:
@@ -101,6 +110,8 @@ def _generation(service: Service) -> Routes:
         ChatChunk,
         operation="chat",
     )
+    yield from _responses(service)
+    yield from _messages(service)
     yield _queued(
         "Generation",
         "/v1/completions",
@@ -112,6 +123,54 @@ def _generation(service: Service) -> Routes:
         Completion,
         operation="text_completion",
     )
+
+
+def _responses(service: Service) -> Routes:
+    path, stored = "/v1/responses", StoredHandler(service.store)
+    yield _queued(
+        "Generation",
+        path,
+        GenerationHandler(service, FormName.RESPONSES, ResponseStream).handle,
+        "Continue a conversation, and keep it",
+        ResponsesRequest,
+        Response,
+        {"input": "Why is the sky blue?", "max_output_tokens": 64},
+        ResponseEvent,
+        operation="chat",
+    )
+    path += "/{response_id}"
+    tag, refusals = "Generation", (404,)
+    yield Route("GET", path, KEY, stored.give, "A stored response", NO_BODY, Response, refusals=refusals, tag=tag)
+    what = "Forget a stored response"
+    yield Route("DELETE", path, KEY, stored.delete, what, NO_BODY, DeletedResponse, refusals=refusals, tag=tag)
+    what = "Cancel a response: not supported"
+    yield Route("POST", path, KEY, stored.cancel, what, NO_BODY, Response, refusals=refusals, tag=tag)
+
+
+def _messages(service: Service) -> Routes:
+    question = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    answering = _queued(
+        "Generation",
+        "/v1/messages",
+        GenerationHandler(service, FormName.MESSAGES, MessagesStream).handle,
+        "Continue a conversation, in Anthropic's shape",
+        MessagesRequest,
+        MessagesAnswer,
+        {"max_tokens": 64, **question},
+        MessagesEvent,
+        operation="chat",
+    )
+    counting = _queued(
+        "Generation",
+        "/v1/messages/count_tokens",
+        TextHandler(service, FormName.COUNT).handle,
+        "Number of tokens of a conversation, in Anthropic's shape",
+        CountRequest,
+        TokenCount,
+        question,
+        refusals=(404, 429, 503),
+    )
+    yield from (replace(each, error_shape=ErrorShape.ANTHROPIC) for each in (answering, counting))
 
 
 def _vectors(service: Service) -> Routes:

@@ -25,12 +25,16 @@ from sightline.core.settings import Setting, stated
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
 MAX_BIASES = 65536
+MAX_TOOLS = 128
+MAX_CALLS = 1024
+"""The most calls in one message."""
 _MOST_IN_JSON = 2**63 - 1
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name: TypeAlias = Annotated[str, Meta(max_length=512)]
+FunctionName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 StopText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1 << 22)]
 _priority = stated(Terms)["priority"]
@@ -79,8 +83,9 @@ def _field(parameter: Setting) -> tuple[str, Any, None]:
     return parameter.name, Annotated[shape | None, Meta(description=parameter.help)], None
 
 
-_OWN_OR_REFUSED = frozenset({"logprobs", "detokenize"})
-"""Both kinds of completion have log probabilities of their own; an answer without its text is refused, see `fields`."""
+_OWN_OR_REFUSED = frozenset({"logprobs", "detokenize", "reading"})
+"""Both kinds of completion have log probabilities of their own; an answer without its text is refused, see `fields`;
+how an answer is read follows from the model."""
 
 if TYPE_CHECKING:
 
@@ -90,6 +95,10 @@ if TYPE_CHECKING:
         max_tokens: int | None = None
         n: int | None = None
         skip_special_tokens: bool | None = None
+        stop: str | list[str] | None = None
+        temperature: float | None = None
+        top_p: float | None = None
+        top_k: int | None = None
         structured_outputs: dict[str, Any] | None = None
         prompt_logprobs: int | None = None
 else:
@@ -146,26 +155,87 @@ class TextPart(Struct, frozen=True):
     text: str
 
 
+class CalledFunction(Struct, frozen=True):
+    """The function of a call, and its arguments."""
+
+    name: FunctionName
+    arguments: Annotated[
+        str | dict[str, Any], Meta(description="JSON text, as OpenAI's API has it, or the object itself.")
+    ] = "{}"
+
+
+class MessageCall(Struct, frozen=True):
+    """A call that an earlier answer asked for."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, frozen=True):
     """One turn of a conversation."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[TextPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[MessageCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None
 
-    @property
-    def num_characters(self) -> int:
-        """Number of characters of its content."""
-        match self.content:
-            case None:
-                return 0
-            case str():
-                return len(self.content)
-            case parts:
-                return sum(len(part.text) for part in parts)
+
+class FunctionTool(Struct, frozen=True):
+    """A function that the model may ask to be called."""
+
+    name: FunctionName
+    description: Annotated[str, Meta(max_length=1 << 16)] | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="The JSON schema of its arguments.")] = None
+    strict: Annotated[bool | None, Meta(description="Hold the arguments to the schema.")] = None
+
+
+class ToolEntry(Struct, frozen=True):
+    """A tool, as OpenAI's API lists it."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Struct, frozen=True):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class FunctionReference(Struct, frozen=True):
+    """A tool by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Struct, frozen=True):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionReference], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenTools(Struct, frozen=True):
+    """A choice of tools that is more than a word."""
+
+    type: Literal["function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+Tools: TypeAlias = Annotated[
+    Annotated[list[ToolEntry], Meta(max_length=MAX_TOOLS)] | None,
+    Meta(description="Functions that the model may ask to be called."),
+]
+Effort: TypeAlias = Annotated[
+    Annotated[str, Meta(max_length=32)] | None,
+    Meta(description="How much the model should reason, where its chat template reads it; none turns reasoning off."),
+]
 
 
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
@@ -180,6 +250,19 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     add_generation_prompt: GenerationPrompt = None
     continue_final_message: FinalMessage = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
+    tools: Tools = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ChosenTools | None,
+        Meta(description="Whether the answer may call tools, must, or must call a named one; auto unless stated."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="Allow several calls in an answer; on unless false.")
+    ] = None
+    reasoning_effort: Effort = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None,
+        Meta(description="Most tokens of reasoning; the reasoning is closed behind them."),
+    ] = None
 
 
 TextInput: TypeAlias = Annotated[
@@ -267,6 +350,8 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     add_generation_prompt: GenerationPrompt = None
     continue_final_message: FinalMessage = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
+    tools: Tools = None
+    reasoning_effort: Effort = None
     return_token_strs: Annotated[bool | None, Meta(description="Return the vocabulary's spelling of each token.")] = (
         None
     )

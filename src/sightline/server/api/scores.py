@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from sightline.server.api.answers import (
     ChatLogprob,
     ChatLogprobs,
+    CompletionDetails,
     CompletionLogprobs,
     PromptDetails,
     PromptLogprob,
@@ -21,7 +22,9 @@ from sightline.server.process.protocol import PositionScores, ScoredToken
 def usage(outcome: Generated) -> Usage:
     """Numbers of tokens read and generated."""
     read, generated = outcome.num_prompt_tokens, outcome.num_generated
-    return Usage(read, generated, read + generated, PromptDetails(outcome.num_cached))
+    return Usage(
+        read, generated, read + generated, PromptDetails(outcome.num_cached), CompletionDetails(outcome.num_reasoning)
+    )
 
 
 def prompt_logprobs(positions: Iterable[PositionScores | None]) -> PromptLogprobs:

@@ -13,8 +13,10 @@ from typing import TypeAlias
 
 from msgspec import Struct, field
 
+from sightline.core.conversation import AnswerEvent, CollectedAnswer, EventKind, collected, merged
 from sightline.server.process.frames import Codec
 from sightline.server.process.protocol import Delta, ScoredToken, read_scored_tokens
+from sightline.server.store import StoredResponse
 
 MAX_JOB_BYTES = 1 << 28
 """A frame to a desk: the largest holds a vocabulary, or the log probabilities of a whole answer."""
@@ -28,6 +30,9 @@ class FormName(StrEnum):
     """The kinds of bodies that a desk reads."""
 
     CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT = "count"
     COMPLETION = "completion"
     EMBED = "embed"
     SCORE = "score"
@@ -57,6 +62,8 @@ class Setup(Struct, tag="setup", frozen=True):
     """How long a job may take."""
     max_answer_bytes: int
     """Most that the engine process may send for one request."""
+    max_kept_bytes: int = 0
+    """Most bytes that are kept of one response; 0: none is stored."""
 
 
 class Head(Struct, frozen=True):
@@ -76,10 +83,17 @@ class Continuation(Struct):
     num_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    events: list[AnswerEvent] = field(default_factory=list)
+    """What the answer says, instead of `pieces`, if the request says how it is read."""
+    num_reasoning: int = 0
+    """Its tokens that are reasoning."""
+    num_kept: int = 0
+    """Events that were left when neighbours were last joined."""
 
     def count(self, delta: Delta) -> None:
         """Takes in what is known of an answer whose text is sent as it comes."""
         self.num_tokens += delta.num_tokens
+        self.num_reasoning += delta.num_reasoning
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def keep(self, delta: Delta) -> None:
@@ -87,12 +101,26 @@ class Continuation(Struct):
         self.pieces.append(delta.text)
         if len(self.pieces) > MAX_PIECES:
             self.pieces = [self.text]
+        self.events += delta.events
+        if len(self.events) > 2 * self.num_kept + MAX_PIECES:
+            self.events = merged(self.events)
+            self.num_kept = len(self.events)
         if delta.logprobs is not None:
             self.logprobs += len(delta.logprobs).to_bytes(4, "big") + delta.logprobs
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def answer(self) -> CollectedAnswer:
+        """The answer, of which the text is content if nothing says how it is read."""
+        return collected(self.events) if self.events else CollectedAnswer(self.text)
+
+    def told(self) -> list[AnswerEvent]:
+        """What the answer says, in order."""
+        if self.events or not self.text:
+            return merged(self.events)
+        return [AnswerEvent(EventKind.CONTENT, self.text)]
 
     def scored_tokens(self) -> list[ScoredToken]:
         """The tokens with their log probabilities."""
@@ -120,6 +148,10 @@ class Generated(Struct):
     def num_generated(self) -> int:
         return sum(each.num_tokens for each in self.continuations)
 
+    @property
+    def num_reasoning(self) -> int:
+        return sum(each.num_reasoning for each in self.continuations)
+
 
 class EmbeddedTexts(Struct, frozen=True):
     """The vectors of all texts of a request."""
@@ -135,6 +167,8 @@ class ReadBody(Struct, tag="read", frozen=True):
     number: int
     form: FormName
     body: bytes
+    recalled: dict[str, StoredResponse] | None = None
+    """The stored responses that the body refers to, by id, as far as its caller has them; None: not asked for yet."""
 
 
 class WriteAnswer(Struct, tag="write", frozen=True):
@@ -170,6 +204,8 @@ class StreamShape(Struct, frozen=True):
     usage: UsageEvents
     echoed: tuple[str, ...] = ()
     """The text that each prompt's continuations begin with; empty if they begin with nothing."""
+    opening: bytes = b""
+    """What the events repeat of the request, if they do, as JSON."""
 
     @property
     def num_scored(self) -> int:
@@ -205,6 +241,16 @@ class WrittenAnswer(Struct, tag="written", frozen=True):
     number: int
     body: bytes
     unused: tuple[str, ...] = ()
+    kept: bytes | None = None
+    """What is kept beside the body, for later requests; None: the answer is not stored."""
+
+
+class Recall(Struct, tag="recall", frozen=True):
+    """The body refers to stored responses: it must be read with them."""
+
+    number: int
+    responses: tuple[str, ...]
+    """Their ids."""
 
 
 class Declined(Struct, tag="declined", frozen=True):
@@ -231,7 +277,7 @@ class Broken(Struct, tag="broken", frozen=True):
 
 
 Job: TypeAlias = Setup | ReadBody | WriteAnswer
-Result: TypeAlias = Ready | Order | WrittenAnswer | Declined | Broken
+Result: TypeAlias = Ready | Order | WrittenAnswer | Recall | Declined | Broken
 
 
 def job_codec() -> Codec[Job]:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
-
+from sightline.core.answer_format import AnswerReading
+from sightline.core.conversation import Conversation
 from sightline.core.errors import RequestError
-from sightline.server.api.schema import Message
 from sightline.server.http.errors import invalid, too_long
+from sightline.text.answers.opening import check_tools, num_characters, reading_of, render_conversation, unread_switches
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.templates.chat_template import Ending
 from sightline.text.tokenizers.tokenizer import Tokenizer, TokenizerData
 
+MAX_CHARACTER_BYTES = 4
+TURN_BYTES = 64
+"""What a template writes around a turn, about."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 """Template variables that a request may not set."""
+
+
+@dataclass(frozen=True)
+class OpenedConversation:
+    """A conversation as a prompt."""
+
+    token_ids: list[int]
+    reading: AnswerReading | None
+    """How its answers are read; None: they are text."""
 
 
 class TextDesk:
@@ -42,34 +54,34 @@ class TextDesk:
         end = list(self._tokenizer.suffix)[-most:] if most else []
         return [*tokens[: most - len(end)], *end]
 
-    def encode_chat(
-        self, messages: Sequence[Message], switches: Mapping[str, Any] | None, ending: Ending = Ending.NEXT_TURN
-    ) -> list[int]:
-        """Renders a conversation with the model's template and encodes the result."""
-        self._check_length(sum(message.num_characters for message in messages), "messages")
+    def open(self, conversation: Conversation, ending: Ending = Ending.NEXT_TURN) -> OpenedConversation:
+        """Renders a conversation with the model's template and encodes the result. Says how its answers are read."""
+        self._check_length(num_characters(conversation), "messages")
         template = self._tokenizer.chat_template
         if template is None:
             raise invalid("the model has no chat template; use /v1/completions", "messages")
-        reserved = sorted(_RESERVED & set(switches or {}))
+        reserved = sorted(_RESERVED & set(conversation.switches))
         if reserved:
             raise invalid(
                 f"expected chat_template_kwargs without {reserved[0]}, which the server sets, got it; leave it out",
                 "chat_template_kwargs",
             )
-        turns = [
-            {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
-            for message in messages
-        ]
+        with _naming("tools"):
+            check_tools(self._tokenizer, conversation)
         with _naming("messages"):
-            rendered = template.render(turns, ending, **(switches or {}))
+            rendered = render_conversation(self._tokenizer, conversation, ending)
             self._check_length(len(rendered), "messages")
-            return self._tokenizer.encode_rendered(rendered)
+            token_ids = self._tokenizer.encode_rendered(rendered)
+        with _naming("thinking_token_budget"):
+            return OpenedConversation(token_ids, reading_of(self._tokenizer, conversation, rendered))
 
-    def unread_switches(self, switches: Mapping[str, Any] | None) -> list[str]:
-        """The paths of the switches that the model's template never reads: clients send them to every model."""
-        template = self._tokenizer.chat_template
-        unread = set() if template is None else set(switches or {}) - template.variables
-        return [f"chat_template_kwargs.{name}" for name in unread]
+    def num_bytes(self, conversation: Conversation) -> int:
+        """The most bytes that a conversation's texts have, which bounds the number of its tokens."""
+        return MAX_CHARACTER_BYTES * num_characters(conversation) + TURN_BYTES * len(conversation.turns)
+
+    def unread(self, conversation: Conversation) -> list[str]:
+        """The paths of what the model's template never reads: clients send them to every model."""
+        return unread_switches(self._tokenizer, conversation)
 
     def decode(self, tokens: Sequence[int]) -> str:
         with _naming("tokens"):

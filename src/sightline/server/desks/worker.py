@@ -20,6 +20,8 @@ from sightline.server.desks.forms.chat import ChatForm
 from sightline.server.desks.forms.completion import CompletionForm
 from sightline.server.desks.forms.embeddings import EmbedForm, RerankForm, ScoreForm
 from sightline.server.desks.forms.form import EngineForm, Form, ServedModel
+from sightline.server.desks.forms.messages import CountForm, MessagesForm
+from sightline.server.desks.forms.responses import ResponsesForm
 from sightline.server.desks.forms.tokens import DetokenizeForm, TokenizeForm
 from sightline.server.desks.protocol import (
     Broken,
@@ -51,7 +53,12 @@ class BodyDesk:
     def __init__(self, setup: Setup) -> None:
         model = ServedModel(setup)
         self._writers: Mapping[FormName, EngineForm[Any, Any, Any]] = (
-            {FormName.CHAT: ChatForm(model), FormName.COMPLETION: CompletionForm(model)}
+            {
+                FormName.CHAT: ChatForm(model),
+                FormName.COMPLETION: CompletionForm(model),
+                FormName.RESPONSES: ResponsesForm(model),
+                FormName.MESSAGES: MessagesForm(model),
+            }
             if setup.vector_size is None
             else {
                 FormName.EMBED: EmbedForm(model),
@@ -61,6 +68,7 @@ class BodyDesk:
         )
         self._readers: Mapping[FormName, Form[Any]] = {
             **self._writers,
+            FormName.COUNT: CountForm(model),
             FormName.TOKENIZE: TokenizeForm(model),
             FormName.DETOKENIZE: DetokenizeForm(model),
         }

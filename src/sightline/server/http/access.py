@@ -66,21 +66,31 @@ class Keyring:
     def __len__(self) -> int:
         return len(self._secrets)
 
-    def caller(self, authorization: bytes | None) -> str:
-        """The caller's name: the place of its key in the list. Raises `ApiError` if no key matches."""
+    def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> str:
+        """The caller's name: the place of its key in the list.
+
+        `api_key` is the header `x-api-key`, as Anthropic's clients send it. Raises `ApiError` if no key matches, and if
+        the two headers have different keys.
+        """
         if not self._secrets:
             return ""
         scheme, _, given = (authorization or b"").partition(b" ")
-        matching = [name for name, secret in self._secrets.items() if secret.matches(given.strip())]
-        if scheme.lower() != b"bearer" or not matching:
+        sent = [] if authorization is None else [given if scheme.lower() == b"bearer" else b""]
+        sent += [] if api_key is None else [api_key]
+        callers = {self._matching(each.strip()) for each in sent}
+        if len(callers) != 1 or None in callers:
             raise ApiError(
                 401,
-                "expected an API key in the header 'Authorization: Bearer KEY', got "
-                + ("none" if authorization is None else "an unknown one"),
+                "expected an API key in the header 'Authorization: Bearer KEY' or 'x-api-key: KEY', got "
+                + ("none" if not sent else "an unknown one" if None in callers else "two different ones"),
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
-        return matching[0]
+        return callers.pop() or ""
+
+    def _matching(self, given: bytes) -> str | None:
+        matching = [name for name, secret in self._secrets.items() if secret.matches(given)]
+        return matching[0] if matching else None
 
 
 class HostList:
@@ -157,6 +167,7 @@ def first_header(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes
 
 
 SINGLE_HEADERS = frozenset(
-    {b"host", b"authorization", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"}
+    {b"host", b"authorization", b"x-api-key", b"content-length", b"content-type", b"content-encoding"}
+    | {b"transfer-encoding"}
 )
 """Headers that decide how a request is treated: two of them would be ambiguous."""

@@ -62,7 +62,7 @@ class CorsPolicy:
                 code="origin_not_allowed",
             )
         granted: list[Header] = [
-            (b"access-control-allow-methods", b"GET, HEAD, POST"),
+            (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE"),
             (b"access-control-max-age", str(MAX_AGE_SECONDS).encode()),
         ]
         asked = headers.get(b"access-control-request-headers", b"")

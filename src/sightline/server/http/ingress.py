@@ -23,7 +23,7 @@ import msgspec
 from sightline.server.http.access import Access, HostList, Keyring, first_header
 from sightline.server.http.bounds import UNFRAMED
 from sightline.server.http.cors import CorsPolicy
-from sightline.server.http.errors import ApiError, unavailable
+from sightline.server.http.errors import ApiError, ErrorShape, unavailable
 from sightline.server.http.limits import ByteBudget, HeldBytes, Limits
 from sightline.server.http.routing import (
     EVENTS,
@@ -153,11 +153,11 @@ class Ingress:
             route, tail = self._table.find(exchange.method, exchange.raw_path)
         except ApiError:
             # Only callers with a key learn which paths exist.
-            self._keys.caller(headers.get(b"authorization"))
+            self._caller(headers)
             raise
         exchange.take_route(route)
         if route.access is Access.KEY:
-            exchange.caller = self._keys.caller(headers.get(b"authorization"))
+            exchange.caller = self._caller(headers)
             await self._turns.take(exchange.caller, ExchangeStage.BEGINS)
         caller = exchange.caller
         if route.holds_room:
@@ -180,6 +180,9 @@ class Ingress:
             exchange.trace,
         )
         return call, route
+
+    def _caller(self, headers: Mapping[bytes, bytes]) -> str:
+        return self._keys.caller(headers.get(b"authorization"), headers.get(b"x-api-key"))
 
     async def _answer(self, exchange: Exchange, route: Route, call: Call) -> None:
         outcome = await route.handler(call)
@@ -304,14 +307,17 @@ class Exchange:
         await self._begin(200, EVENTS, ((b"cache-control", NO_STORE), *stream.headers), None)
         async with aclosing(stream.events) as events:
             async for event in events:
-                await self._send_part(event)
+                # The last event of a response holds all of it.
+                for start in range(0, len(event), PIECE_BYTES):
+                    await self._send_part(event[start : start + PIECE_BYTES])
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: ApiError) -> None:
         """Sends the error's body. If an answer has begun, only closes the connection."""
         if self._has_begun:
             return
-        await self.reply(Reply(error.body(), error.status, JSON, error.headers))
+        shape = ErrorShape.OPENAI if self.route is None else self.route.error_shape
+        await self.reply(Reply(error.body(shape, self.request_id), error.status, JSON, error.headers))
 
     async def _begin(self, status: int, content_type: str, headers: tuple[Header, ...], length: int | None) -> None:
         self.status, self._has_begun = status, True

@@ -8,7 +8,7 @@ Does not know routes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -49,8 +49,17 @@ class Limits:
     """Bytes that desks and the engine process have sent for all requests that are not answered."""
     small_bytes: int = 4 << 10
     """What each request may hold beyond either limit, so that small requests go on while large ones take all room."""
+    max_stored_responses: int = 4096
+    """Responses that are kept for later requests; 0: none."""
+    max_stored_bytes: int = 64 << 20
+    """Memory of all of them."""
     body_seconds: float = 30.0
     """The most time for a whole body to arrive."""
+
+    @property
+    def max_kept_bytes(self) -> int:
+        """Most bytes that are kept of one response: as much as can be sent again."""
+        return min(self.max_body_bytes, self.max_stored_bytes) if self.max_stored_responses else 0
 
 
 def check_nesting(body: bytes) -> None:
@@ -78,13 +87,19 @@ class StrayField(NamedTuple):
     """The object that it is in."""
 
 
-def parse(body: bytes, kind: type[_T]) -> tuple[_T, Iterator[StrayField]]:
-    """Decodes a body as `kind`. Returns it with the fields that `kind` does not have."""
+def parse(
+    body: bytes, kind: type[_T], prepare: Callable[[object], object] = lambda raw: raw
+) -> tuple[_T, Iterator[StrayField]]:
+    """Decodes a body as `kind`. Returns it with the fields that `kind` does not have.
+
+    `prepare` turns short forms that `kind` does not have into long ones.
+    """
     check_nesting(body)
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"expected a JSON body, got invalid JSON: {error}", code="invalid_json") from error
+    raw = prepare(raw)
     try:
         parsed = msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -93,7 +108,8 @@ def parse(body: bytes, kind: type[_T]) -> tuple[_T, Iterator[StrayField]]:
 
 
 def stray_fields(raw: object, kind: Any) -> Iterator[StrayField]:
-    """The fields that the type does not have, wherever they are."""
+    """The fields that the type does not have, wherever they are. Raises `ApiError` for an object without its tag, which
+    msgspec misses only in a union."""
     pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, _shape(kind), "")]
     while pending:
         value, shape, where = pending.pop()
@@ -104,8 +120,13 @@ def stray_fields(raw: object, kind: Any) -> Iterator[StrayField]:
                 pending += [(value, each, where) for each in types if _fits(value, each)]
             case msgspec.inspect.StructType(fields=fields), dict():
                 named = {each.encode_name: each for each in fields}
+                if shape.tag_field is not None and shape.tag_field not in value:
+                    raise invalid(
+                        f"{where}.{shape.tag_field}: expected {shape.tag!r}, got none".removeprefix("."),
+                        f"{where}.{shape.tag_field}".removeprefix("."),
+                    )
                 for name, each in value.items():
-                    if name not in named:
+                    if name not in named and name != shape.tag_field:
                         yield StrayField(f"{where}.{name}".removeprefix("."), each, tuple(named), value)
                 pending += [
                     (value[name], each.type, f"{where}.{name}") for name, each in named.items() if name in value
@@ -217,8 +238,8 @@ def _fits(value: object, shape: msgspec.inspect.Type) -> bool:
     match shape:
         case msgspec.inspect.Metadata(type=described):
             return _fits(value, described)
-        case msgspec.inspect.StructType():
-            return isinstance(value, dict)
+        case msgspec.inspect.StructType(tag_field=tag_field, tag=tag):
+            return isinstance(value, dict) and (tag_field is None or value.get(tag_field, tag) == tag)
         case msgspec.inspect.ListType():
             return isinstance(value, list)
         case _:
@@ -243,7 +264,7 @@ def _misfit(raw: object, kind: Any, said: str) -> ApiError:
 
 
 def _values(shape: msgspec.inspect.Type, names: Sequence[str]) -> list[object]:
-    """The values of the field at a path of names, if they are listed in its type: msgspec's errors do not list them."""
+    """The values of the field at a path of names, if its type lists them: msgspec's errors do not."""
     match shape:
         case msgspec.inspect.LiteralType(values=values) if not names:
             return list(values)
@@ -251,6 +272,8 @@ def _values(shape: msgspec.inspect.Type, names: Sequence[str]) -> list[object]:
             return _values(inner, names)
         case msgspec.inspect.UnionType(types=types):
             return [value for each in types for value in _values(each, names)]
+        case msgspec.inspect.StructType(tag_field=str(tag_field), tag=tag) if names == [tag_field]:
+            return [tag]
         case msgspec.inspect.StructType(fields=fields) if names:
             return [value for each in fields if each.encode_name == names[0] for value in _values(each.type, names[1:])]
         case _:

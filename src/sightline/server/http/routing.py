@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from sightline.core.errors import ConfigError
 from sightline.server.http.access import Access
-from sightline.server.http.errors import ApiError
+from sightline.server.http.errors import ApiError, ErrorShape
 from sightline.server.process.timing import RequestTimes
 
 Header: TypeAlias = tuple[bytes, bytes]
@@ -104,6 +104,7 @@ class Route:
     """Whether it needs a place in the queue; without a free one it is refused before its body is read."""
     operation: str = ""
     """The operation of its traces, as OpenTelemetry names it; empty: it is not traced."""
+    error_shape: ErrorShape = ErrorShape.OPENAI
 
 
 NO_BODY = type(None)

@@ -57,6 +57,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _PARAMS = msgspec.msgpack.Decoder(SamplingParams)
 _UNSHOWN = frozenset(
     {"stop", "logit_bias", "eos_token_ids", "stop_token_ids", "allowed_token_ids", "bad_words", "structured_outputs"}
+    | {"reading"}
 )
 """Parameters that can be large, and are not repeated to the client."""
 
@@ -70,7 +71,7 @@ class Purpose(Protocol):
     def submit(self, prompt: Sequence[int], params: SamplingParams | None, terms: Terms) -> str:
         """Queues a request and returns the engine's id."""
 
-    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
+    def prepare(self, params: SamplingParams | None, caller: str) -> PendingGrammar | None:
         """Begins to compile what the parameters hold answers to; None if nothing."""
 
     def probe(self) -> str:
@@ -94,8 +95,8 @@ class GeneratingPurpose:
             raise RequestError("expected sampling parameters, got none: this engine generates")
         return self.engine.submit(prompt, params, None, terms)
 
-    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
-        return None if params is None else self.engine.prepare(params)
+    def prepare(self, params: SamplingParams | None, caller: str) -> PendingGrammar | None:
+        return None if params is None else self.engine.prepare(params, caller)
 
     def probe(self) -> str:
         # With a seed: those of the requests must not depend on how often the engine is probed.
@@ -110,11 +111,13 @@ class GeneratingPurpose:
             yield Delta(
                 number,
                 sequence.sequence.index,
-                piece.text,
+                piece.text if sequence.reader is None else "",
                 len(piece.token_ids),
                 sequence.finish_reason,
                 sequence.stop_reason,
                 None if sequence.params.logprobs is None else self._scored(piece),
+                piece.events,
+                piece.num_reasoning,
             )
         if self.engine.is_finished(request_id):
             end = self.engine.pop_end(request_id)
@@ -141,8 +144,8 @@ class EmbeddingPurpose:
             raise RequestError("expected no sampling parameters, got some: this engine embeds")
         return self.engine.submit(prompt, None, None, terms)
 
-    def prepare(self, params: SamplingParams | None) -> PendingGrammar | None:
-        del params
+    def prepare(self, params: SamplingParams | None, caller: str) -> PendingGrammar | None:
+        del params, caller
         return None
 
     def probe(self) -> str:
@@ -163,9 +166,9 @@ class EmbeddingPurpose:
 class PendingPrompts:
     """The prompts of one command that the engine has not taken in."""
 
-    def __init__(self, command: Submit, prepare: Callable[[SamplingParams | None], PendingGrammar | None]) -> None:
+    def __init__(self, command: Submit, prepare: Callable[[SamplingParams | None, str], PendingGrammar | None]) -> None:
         self.params = None if command.params is None else _PARAMS.decode(command.params)
-        self._grammar = prepare(self.params)
+        self._grammar = prepare(self.params, command.terms.caller)
         self.terms = command.terms
         self.max_unread = command.max_unread
         self._prompts = dict(command.prompts)
@@ -182,6 +185,11 @@ class PendingPrompts:
     def is_ready(self) -> bool:
         """True if submitting would not wait for a grammar."""
         return self._grammar is None or self._grammar.is_settled
+
+    def check(self) -> None:
+        """Raises `RequestError` if the grammar cannot be had. To wait for it again would hold up the loop."""
+        if self._grammar is not None:
+            self._grammar.result()
 
     def drop(self, number: int) -> None:
         self._prompts.pop(number, None)
@@ -269,6 +277,7 @@ class Worker:
 
     def _submit(self, number: int, prompt: Sequence[int], pending: PendingPrompts) -> None:
         try:
+            pending.check()
             request_id = self._purpose.submit(prompt, pending.params, pending.terms)
         except SightlineError as error:
             is_full = isinstance(error, QueueFullError)

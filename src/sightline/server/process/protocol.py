@@ -12,6 +12,7 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from sightline.core.config import EngineConfig
+from sightline.core.conversation import AnswerEvent
 from sightline.core.metrics import EngineMetrics, PhaseSeconds
 from sightline.core.request import Terms
 from sightline.server.process.frames import Codec
@@ -93,6 +94,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     """What is said at start-up."""
     degradations: tuple[str, ...]
     notes: tuple[str, ...]
+    tools_refusal: str | None = None
+    """Why requests with tools are refused; None if they are not."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -228,16 +231,21 @@ class Delta(msgspec.Struct, tag="delta", frozen=True):
     stop_reason: int | str | None = None
     logprobs: bytes | None = None
     """`list[ScoredToken]` in msgpack."""
+    events: tuple[AnswerEvent, ...] = ()
+    """What the text says, instead of `text`, if the request says how it is read."""
+    num_reasoning: int = 0
+    """Its tokens that are reasoning."""
 
     @property
     def num_bytes(self) -> int:
         """Estimates the memory that it takes while it waits to be read."""
-        return REPORT_BYTES + self.num_content_bytes
+        return REPORT_BYTES * (1 + len(self.events)) + self.num_content_bytes
 
     @property
     def num_content_bytes(self) -> int:
         """Estimates the memory of its text and its log probabilities."""
-        return 2 * len(self.text) + len(self.logprobs or b"")
+        told = sum(2 * (len(event.text) + len(event.name) + len(event.call_id)) for event in self.events)
+        return 2 * len(self.text) + told + len(self.logprobs or b"")
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):

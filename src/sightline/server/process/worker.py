@@ -24,8 +24,8 @@ from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.engine.measuring import LEAST_SECONDS, choose_limit
 from sightline.engine.steps import StepLoop
-from sightline.llm import build_engine, open_embedder
 from sightline.models.loading.default_model import default_model_path
+from sightline.opening import build_engine, open_embedder
 from sightline.runner.progress import BuildPhase, BuildStep
 from sightline.runner.startup import startup_report
 from sightline.server.logs import log_as_json
@@ -87,6 +87,7 @@ def describe(
         lines=(*startup_report(runtime, ledger.notes), *told),
         degradations=tuple(map(str, ledger.degradations)),
         notes=tuple(map(str, ledger.notes)),
+        tools_refusal=tokenizer.answers.refusal,
     )
 
 

@@ -43,6 +43,7 @@ def _read_folder(folder: Path) -> Tokenizer:
         backend,
         PromptTokens(bos_id, frozenset() if eos_id is None else frozenset({eos_id}), prefix, suffix),
         None if source is None else ChatTemplate(source, bos_token, eos_token),
+        response_template=_response_template(config),
     )
 
 
@@ -145,6 +146,15 @@ def _probe(backend: tokenizers.Tokenizer) -> tuple[str, list[int]]:
     raise CheckpointError(
         f"{TOKENIZER_FILE}: expected a vocabulary with a token for some text, got none. Get the file again."
     )
+
+
+def _response_template(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    match config.get("response_template"):
+        case None:
+            return None
+        case dict(declared):
+            return declared
+    raise CheckpointError(f"{CONFIG_FILE}: expected an object under 'response_template', got another value.")
 
 
 def _template_source(folder: Path, config: Mapping[str, object]) -> str | None:

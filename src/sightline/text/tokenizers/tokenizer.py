@@ -13,6 +13,7 @@ from typing import Literal, overload
 
 import tokenizers
 
+from sightline.core.answer_format import NOTHING_CHOSEN, AnswerFormat, ChosenFormat
 from sightline.core.errors import RequestError
 from sightline.text.templates.chat_template import ChatTemplate, Ending
 
@@ -41,13 +42,20 @@ class TokenizerData:
     """The chat template's source."""
     template_bos: str | None
     template_eos: str | None
+    answers: ChosenFormat = NOTHING_CHOSEN
+    """How the model writes its answers."""
 
 
 class Tokenizer:
     """A model's vocabulary, its prompt rules and its chat template."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, prompt_tokens: PromptTokens, chat_template: ChatTemplate | None
+        self,
+        backend: tokenizers.Tokenizer,
+        prompt_tokens: PromptTokens,
+        chat_template: ChatTemplate | None,
+        answers: ChosenFormat = NOTHING_CHOSEN,
+        response_template: Mapping[str, object] | None = None,
     ) -> None:
         self._backend = backend
         self._prompt_tokens = prompt_tokens
@@ -57,13 +65,18 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         """Texts of single tokens, as far as they were asked for."""
         self.chat_template = chat_template
+        self.answers = answers
+        """How the model writes its answers."""
+        self.response_template = response_template
+        """What the checkpoint declares of its answers, if it does."""
+        self._marker_ids: dict[AnswerFormat, frozenset[int]] = {}
 
     @classmethod
     def from_data(cls, data: TokenizerData) -> Tokenizer:
         template = None
         if data.template is not None:
             template = ChatTemplate(data.template, data.template_bos, data.template_eos)
-        return cls(tokenizers.Tokenizer.from_str(data.vocabulary), data.prompt_tokens, template)
+        return cls(tokenizers.Tokenizer.from_str(data.vocabulary), data.prompt_tokens, template, data.answers)
 
     def to_data(self) -> TokenizerData:
         template = self.chat_template
@@ -73,6 +86,7 @@ class Tokenizer:
             template=None if template is None else template.source,
             template_bos=None if template is None else template.bos_token,
             template_eos=None if template is None else template.eos_token,
+            answers=self.answers,
         )
 
     @cached_property
@@ -88,7 +102,22 @@ class Tokenizer:
             None if bos is None else self.token(bos),
             None if eos is None else self.token(eos),
         )
-        return Tokenizer(self._backend, self._prompt_tokens, template)
+        return Tokenizer(self._backend, self._prompt_tokens, template, response_template=self.response_template)
+
+    def with_answers(self, answers: ChosenFormat) -> Tokenizer:
+        """The same tokenizer, for a model that writes its answers so."""
+        return Tokenizer(self._backend, self._prompt_tokens, self.chat_template, answers, self.response_template)
+
+    def marker_ids(self, form: AnswerFormat) -> frozenset[int]:
+        """Special tokens that occur in the markers of a format: they are needed to read an answer."""
+        found = self._marker_ids.get(form)
+        if found is None:
+            spelled = {token: self.token(token) or "" for token in self._special_ids}
+            found = frozenset(
+                token for token, text in spelled.items() if text and any(text in marker for marker in form.markers)
+            )
+            self._marker_ids[form] = found
+        return found
 
     @property
     def bos_id(self) -> int | None:

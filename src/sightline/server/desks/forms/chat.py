@@ -7,18 +7,19 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from sightline.core.request import SamplingParams
-from sightline.server.api.answers import ChatAnswer, ChatChoice, ChatCompletion
-from sightline.server.api.fields import also_unused
+from sightline.core.conversation import Conversation
+from sightline.server.api.answers import ChatChoice, ChatCompletion
 from sightline.server.api.schema import ChatRequest
 from sightline.server.api.scores import chat_logprobs, prompt_logprobs, usage
+from sightline.server.api.spoken import chat_answer
+from sightline.server.desks.forms.conversation import ConversationForm
 from sightline.server.desks.forms.form import ServedModel
-from sightline.server.desks.forms.generation import GenerationForm, ReadPrompt
-from sightline.server.desks.protocol import Generated, Head, Order
+from sightline.server.desks.forms.generation import ReadPrompt
+from sightline.server.desks.forms.turns import conversation_of
+from sightline.server.desks.protocol import Generated, Head
 from sightline.server.desks.text import ending_of
 from sightline.server.http.errors import invalid
-
-MAX_CHARACTER_BYTES = 4
+from sightline.text.templates.chat_template import Ending
 
 
 class ChatTicket(Struct, frozen=True):
@@ -27,27 +28,25 @@ class ChatTicket(Struct, frozen=True):
     num_logprobs: int | None
 
 
-class ChatForm(GenerationForm[ChatRequest, ChatTicket]):
+class ChatForm(ConversationForm[ChatRequest, ChatTicket]):
     """Bodies and answers of chat completions."""
 
     def __init__(self, model: ServedModel) -> None:
         super().__init__(model, ChatRequest, ChatTicket, Generated)
 
-    def take(self, number: int, request: ChatRequest, unused: tuple[str, ...]) -> Order:
-        unread = self._model.text.unread_switches(request.chat_template_kwargs)
-        return super().take(number, request, also_unused(unused, unread))
+    def conversation(self, request: ChatRequest) -> Conversation:
+        return conversation_of(
+            request.messages,
+            tools=request.tools,
+            choice=request.tool_choice,
+            parallel_calls=request.parallel_tool_calls,
+            effort=request.reasoning_effort,
+            budget=request.thinking_token_budget,
+            switches=request.chat_template_kwargs,
+        )
 
-    def num_prompts(self, request: ChatRequest) -> int:
-        del request
-        return 1
-
-    def num_prompt_bytes(self, request: ChatRequest) -> int:
-        return sum(MAX_CHARACTER_BYTES * message.num_characters + 64 for message in request.messages)
-
-    def prompts(self, request: ChatRequest, params: SamplingParams) -> list[ReadPrompt]:
-        ending = ending_of(request.add_generation_prompt, request.continue_final_message)
-        tokens = self._model.text.encode_chat(request.messages, request.chat_template_kwargs, ending)
-        return [ReadPrompt(self.kept_tokens(tokens, params, "messages"))]
+    def ending(self, request: ChatRequest) -> Ending:
+        return ending_of(request.add_generation_prompt, request.continue_final_message)
 
     def sampling(self, request: ChatRequest) -> dict[str, Any]:
         if request.top_logprobs is not None and not request.logprobs:
@@ -74,7 +73,7 @@ class ChatForm(GenerationForm[ChatRequest, ChatTicket]):
             [
                 ChatChoice(
                     index,
-                    ChatAnswer("assistant", each.text),
+                    chat_answer(each.answer()),
                     each.finish_reason,
                     None if wanted is None else chat_logprobs(each.scored_tokens(), wanted),
                     each.stop_reason,

@@ -11,7 +11,7 @@ import msgspec
 from sightline.core.errors import RequestError
 from sightline.core.request import check_prompt
 from sightline.server.api.fields import unused_fields
-from sightline.server.desks.protocol import Head, Order, ReadBody, Setup, WriteAnswer, WrittenAnswer
+from sightline.server.desks.protocol import Head, Order, ReadBody, Recall, Setup, WriteAnswer, WrittenAnswer
 from sightline.server.desks.text import TextDesk
 from sightline.server.http.errors import invalid, too_long
 from sightline.server.http.limits import parse
@@ -32,6 +32,7 @@ class ServedModel:
         self.max_model_len = setup.max_model_len
         self.max_cost = setup.max_cost
         self.max_answer_bytes = setup.max_answer_bytes
+        self.max_kept_bytes = setup.max_kept_bytes
         self.allows_unknown = setup.allows_unknown
         self.least_priority = setup.least_priority
         self.text = TextDesk(msgspec.msgpack.decode(setup.tokenizer, type=TokenizerData), setup.max_model_len)
@@ -84,8 +85,8 @@ class Form(ABC, Generic[RequestT]):
         self._model = model
         self._kind = kind
 
-    def read(self, job: ReadBody) -> Order | WrittenAnswer:
-        """Reads a body: the engine's order, or the answer if the engine is not needed."""
+    def read(self, job: ReadBody) -> Order | WrittenAnswer | Recall:
+        """Reads a body: the engine's order, or the answer if the engine is not needed, or what else must be known."""
         request, strays = parse(job.body, self._kind)
         return self.take(job.number, request, unused_fields(strays, allows_unknown=self._model.allows_unknown))
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from sightline.core.answer_format import AnswerReading
 from sightline.core.errors import RequestError
 from sightline.core.request import SamplingParams
 from sightline.server.api.schema import SAMPLED, GenerationFields, StreamOptions
@@ -37,6 +38,8 @@ class ReadPrompt:
     """The text of its first token, if it is echoed: that token has no log probability of its own."""
     offsets: Sequence[int] = ()
     """The offset of each token in `echoed`, if the answer reports them."""
+    reading: AnswerReading | None = None
+    """How its answers are read; None: they are text."""
 
 
 class GenerationForm(EngineForm[GenerationT, TicketT, Generated], Generic[GenerationT, TicketT]):
@@ -47,6 +50,8 @@ class GenerationForm(EngineForm[GenerationT, TicketT, Generated], Generic[Genera
         params, num_prompts = self._params(request), self.num_prompts(request)
         self._check_cost(params, num_prompts, self.num_prompt_bytes(request))
         prompts = self.prompts(request, params)
+        if (reading := prompts[0].reading) is not None:
+            params = replace(params, reading=reading)
         # Check again with the real lengths: a template may add text to a conversation.
         self._check_cost(params, num_prompts, max(len(each.token_ids) for each in prompts))
         if params.prompt_logprobs is not None:

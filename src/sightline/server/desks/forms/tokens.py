@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from sightline.core.conversation import Conversation
 from sightline.server.api.answers import Detokenized, Tokens
 from sightline.server.api.fields import also_unused
-from sightline.server.api.schema import DetokenizeRequest, TokenizeRequest
+from sightline.server.api.schema import DetokenizeRequest, Message, TokenizeRequest
 from sightline.server.desks.forms.form import Form, ServedModel
+from sightline.server.desks.forms.turns import conversation_of
 from sightline.server.desks.protocol import WrittenAnswer
 from sightline.server.desks.text import ending_of
 from sightline.server.http.errors import check_model, invalid
@@ -25,7 +29,7 @@ class TokenizeForm(Form[TokenizeRequest]):
         tokens = self._tokens(request)
         spelled = model.text.spell(tokens) if request.return_token_strs else None
         answer = Tokens(tokens, len(tokens), model.max_model_len, spelled)
-        unread = model.text.unread_switches(request.chat_template_kwargs)
+        unread = [] if request.messages is None else model.text.unread(_conversation(request, request.messages))
         return WrittenAnswer(number, msgspec.json.encode(answer), also_unused(unused, unread))
 
     def _tokens(self, request: TokenizeRequest) -> list[int]:
@@ -34,14 +38,26 @@ class TokenizeForm(Form[TokenizeRequest]):
             case None, list(messages):
                 _check_absent(request, "a prompt", "add_special_tokens")
                 ending = ending_of(request.add_generation_prompt, request.continue_final_message)
-                return text.encode_chat(messages, request.chat_template_kwargs, ending)
+                return text.open(_conversation(request, messages), ending).token_ids
             case str(prompt), None:
                 _check_absent(
-                    request, "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"
+                    request,
+                    "messages",
+                    "add_generation_prompt",
+                    "continue_final_message",
+                    "chat_template_kwargs",
+                    "tools",
+                    "reasoning_effort",
                 )
                 return text.encode(prompt, add_special_tokens=request.add_special_tokens is not False)
             case _:
                 raise invalid("expected either prompt or messages, got both or neither", "prompt")
+
+
+def _conversation(request: TokenizeRequest, messages: Sequence[Message]) -> Conversation:
+    return conversation_of(
+        messages, tools=request.tools, effort=request.reasoning_effort, switches=request.chat_template_kwargs
+    )
 
 
 def _check_absent(request: TokenizeRequest, owner: str, *names: str) -> None:

@@ -1,7 +1,8 @@
-// One answer on the page: its reasoning, its text, its numbers, and what can be done with it.
-import { copyButton, icon, iconButton, make, smallButton, textButton } from "../dom.js";
+// One answer on the page: its rounds, of which the last has its text, its numbers, and what can be done with it.
+import { copyButton, iconButton, make, smallButton, textButton } from "../dom.js";
 import { BROKEN } from "./api.js";
-import { Markdown } from "./markdown.js";
+import { hasContent } from "./conversation.js";
+import { RoundView } from "./round_view.js";
 
 const PAUSE = 3; // a frame that took long is followed by a pause of so many times its length
 
@@ -10,60 +11,54 @@ export class AnswerView {
   // the controls for several answers.
   constructor(answer, actions) {
     Object.assign(this, { answer, actions });
-    this.text = make("div", { class: "text" });
+    this.earlier = make("div");
     this.below = make("div", { class: "below" });
-    this.thoughtText = make("div", { class: "text" });
-    this.thoughtTitle = make("span");
-    const title = make("summary", {}, icon("thought"), this.thoughtTitle);
-    this.thought = make("details", { class: "thought", hidden: true }, title, this.thoughtText);
+    this.last = new RoundView();
     this.element = make("article", { class: "answer", "aria-label": "Answer" },
-      make("h2", { class: "unseen", text: "Answer" }), this.thought, this.text, this.below);
+      make("h2", { class: "unseen", text: "Answer" }), this.earlier, this.last.parts, this.below);
     this.timer = 0;
     this.paintedAt = this.cost = 0;
-    this.reset();
-  }
-  reset() {
-    this.text.replaceChildren();
-    this.thoughtText.replaceChildren();
-    this.drawn = { text: new Markdown(this.text), thought: new Markdown(this.thoughtText) };
-    this.fed = { text: 0, thought: 0 };
   }
   writing(run) { // called when the run begins, and when its conversation is opened again
-    if (!this.answer.text && !this.answer.thought) this.reset();
-    this.text.className = "text writing";
+    if (!this.answer.text && !this.answer.thought) this.last.reset();
+    if (!this.answer.rounds.length) this.earlier.replaceChildren();
     this.element.setAttribute("aria-busy", "true");
     this.paint();
     this.tick(run);
   }
   changed(moved) {
-    if (moved) this.reset();
+    if (moved) this.last.reset();
     if (this.timer) return;
     const wait = this.cost * PAUSE - (performance.now() - this.paintedAt);
     const next = () => requestAnimationFrame(() => { this.timer = 0; this.paint(); });
     this.timer = wait > 0 ? setTimeout(next, wait) : next();
   }
   feed() {
-    for (const name of ["text", "thought"]) {
-      this.drawn[name].feed(this.answer[name].slice(this.fed[name]));
-      this.fed[name] = this.answer[name].length;
+    const { rounds } = this.answer;
+    for (let at; (at = this.earlier.childElementCount) < rounds.length;) {
+      this.last.feed(rounds[at], false);
+      this.last.finish();
+      this.last.text.className = "text";
+      this.earlier.append(make("div", { class: "step" }, this.last.parts));
+      this.last = new RoundView();
+      this.below.before(...this.last.parts);
     }
-    this.thought.hidden = !this.answer.thought;
-    const thinking = this.answer.state === "writing" && !this.answer.text;
-    this.thoughtTitle.textContent = thinking ? "Reasoning…" : "Reasoning";
+    const isWriting = this.answer.state === "writing";
+    this.last.feed(this.answer, isWriting);
+    this.last.text.className = isWriting ? "text writing" : "text";
   }
   paint() {
     if (this.answer.state !== "writing") return;
     const started = performance.now();
     this.feed();
-    this.drawn.text.draw();
-    this.drawn.thought.draw();
+    this.last.draw();
     if (this.below.firstChild?.classList.contains("waiting")) this.below.replaceChildren();
     this.actions.grown();
     this.paintedAt = performance.now();
     this.cost = this.paintedAt - started;
   }
   tick(run) {
-    const seconds = (performance.now() - run.started) / 1000;
+    const seconds = (performance.now() - run.asked) / 1000;
     if (!run.first) {
       const words = "Waiting for the first token" + (seconds >= 2 ? ` · ${Math.floor(seconds)} s` : "");
       const pulse = make("i", { class: "pulse" });
@@ -77,9 +72,7 @@ export class AnswerView {
   }
   finish(siblings) { // the answer is whole, or kept from before
     this.feed();
-    this.drawn.text.finish();
-    this.drawn.thought.finish();
-    this.text.className = "text";
+    this.last.finish();
     this.element.removeAttribute("aria-busy");
     this.show(siblings);
   }
@@ -90,7 +83,7 @@ export class AnswerView {
     const row = make("div", { class: "row" });
     if (siblings.length > 1) row.append(actions.chooser(answer, siblings));
     if (answer.text) row.append(copyButton(() => answer.text));
-    if (!bad) row.append(smallButton("again", answer.text ? "Regenerate" : "Retry", () => actions.again(answer)));
+    if (!bad) row.append(smallButton("again", hasContent(answer) ? "Regenerate" : "Retry", () => actions.again(answer)));
     if (canGoOn(answer) && !bad) row.append(smallButton("forward", "Continue", () => actions.goOn(answer)));
     if (siblings.length > 1) row.append(actions.besideButton());
     if (answer.sampling) row.append(samplingDetails(answer.sampling));
@@ -119,8 +112,10 @@ export class AnswerView {
   }
 }
 
-function canGoOn({ text, thought, state, finish }) {
-  return Boolean(text || thought) && (state !== "done" || finish === "length");
+function canGoOn({ text, thought, tagged, rounds, state, finish }) {
+  // Reasoning that the server told apart cannot be handed back to be continued.
+  const isOpen = state !== "done" || finish === "length" || finish === "tool_calls";
+  return isOpen && Boolean(text || (tagged && thought) || rounds.length);
 }
 
 // ‹ 2/3 › between messages of which one is shown.
@@ -138,10 +133,11 @@ export function switcher(siblings, shown, what, choose) {
 const inSeconds = (milliseconds) => (milliseconds / 1000).toFixed(milliseconds < 9950 ? 2 : 1) + " s";
 const count = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
 
-function facts({ state, stats, finish }) {
+function facts({ state, stats, finish, rounds }) {
   const parts = [];
   if (state === "stopped") parts.push(stats ? "Stopped" : "Stopped before the first token");
   if (finish === "length" && state === "done") parts.push("Cut at the longest answer allowed");
+  else if (finish === "tool_calls" && state === "done" && rounds.length) parts.push(`Paused after ${rounds.length} rounds of calls`);
   else if (finish && finish !== "stop" && state === "done") parts.push(`Ended by the server: ${finish}`);
   if (stats) {
     const about = stats.exact ? "" : "about ";

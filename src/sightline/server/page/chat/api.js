@@ -2,9 +2,9 @@
 import { KEY, store, stored } from "../local.js";
 
 export class Failure extends Error {
-  constructor(message, { status = 0, retryAfter = 0, title = "" } = {}) {
+  constructor(message, { status = 0, retryAfter = 0, title = "", param = "" } = {}) {
     super(message);
-    Object.assign(this, { status, retryAfter, title });
+    Object.assign(this, { status, retryAfter, title, param });
   }
 }
 export const BROKEN = "The answer broke off";
@@ -19,13 +19,17 @@ export function setKey(key) {
 }
 
 async function failureOf(response) {
-  let message = "";
+  let message = "", param = "";
   const body = await response.text().catch(() => "");
-  try { message = errorMessage(JSON.parse(body).error); } catch { message = body.trim().slice(0, 300); }
+  try {
+    const { error } = JSON.parse(body);
+    message = errorMessage(error);
+    param = error.param;
+  } catch { message = body.trim().slice(0, 300); }
   const status = response.status;
   const title = TITLES[status] ?? (status >= 500 ? "The server failed" : "The request failed");
   const retryAfter = waitOf(response.headers.get("retry-after"));
-  return new Failure(message || `HTTP ${status}`, { status, title, retryAfter });
+  return new Failure(message || `HTTP ${status}`, { status, title, retryAfter, param });
 }
 
 function errorMessage(error) {

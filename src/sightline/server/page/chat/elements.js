@@ -3,6 +3,7 @@
 import { copyButton, make } from "../dom.js";
 import { formula } from "./formulas.js";
 import { highlighted } from "./highlighting.js";
+import { prettyJson } from "./json.js";
 
 const DEEPEST = 12;
 const LONGEST_COLOURED = 20000;
@@ -100,11 +101,12 @@ function decoded(text) {
 }
 
 export class CodeBlock {
-  constructor(token) {
+  constructor(token, title = CodeBlock.languageOf(token) || "code") {
     this.language = CodeBlock.languageOf(token);
-    this.text = "";
+    this.text = ""; // what is copied
     this.code = make("code");
-    const header = make("header", {}, make("span", { text: this.language || "code" }), copyButton(() => this.text));
+    this.title = make("span", { text: title });
+    const header = make("header", {}, this.title, copyButton(() => this.text));
     this.element = make("div", { class: "block" }, header, make("pre", { tabIndex: 0 }, this.code));
     this.chunk = null; // of a text that is too long to be coloured: its last lines
     this.chunkStart = 0;
@@ -113,10 +115,11 @@ export class CodeBlock {
   static languageOf({ lang }) {
     return (lang ?? "").trim().split(/\s/)[0].slice(0, 40);
   }
-  update(text) {
-    this.text = text + "\n";
+  update(text, copied = text + "\n") {
+    this.text = copied;
     if (text.length <= LONGEST_COLOURED) {
-      this.code.replaceChildren(...highlighted(text, this.language));
+      const pretty = this.language.toLowerCase() === "json" ? prettyJson(text) : null;
+      this.code.replaceChildren(...highlighted(pretty ?? text, this.language));
     } else {
       this.appendLines(text);
     }

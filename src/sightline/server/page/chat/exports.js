@@ -6,10 +6,23 @@ export function asMarkdown(conversation) {
   const parts = [`# ${conversation.title || "Conversation"}`];
   for (const { question, answer } of shownTurns(conversation)) {
     parts.push("## Question", question.text, "## Answer");
-    if (answer.thought) parts.push(`<details><summary>Reasoning</summary>\n\n${answer.thought.trim()}\n\n</details>`);
-    parts.push(answer.text.trim() || "(no answer)");
+    for (const round of [...answer.rounds, answer]) parts.push(...partsOf(round));
+    if (!answer.text.trim()) parts.push("(no answer)");
   }
-  return parts.join("\n\n") + "\n";
+  return parts.filter(Boolean).join("\n\n") + "\n";
+}
+
+function partsOf({ thought, text, calls }) {
+  const folded = thought && `<details><summary>Reasoning</summary>\n\n${thought.trim()}\n\n</details>`;
+  const called = calls.flatMap(({ name, arguments: text, result }) =>
+    [`### Call of \`${name}\``, fenced(text, "json"), result === null ? "Not run." : "Result:", result && fenced(result, "")]);
+  return [folded, text.trim(), ...called];
+}
+
+function fenced(text, language) { // by more backticks than there are in the text
+  const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), ([ticks]) => ticks.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}${language}\n${text}\n${fence}`;
 }
 
 export function asJson(conversation) {

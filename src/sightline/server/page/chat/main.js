@@ -3,7 +3,7 @@ import { byId, isSend, say } from "../dom.js";
 import { store, stored } from "../local.js";
 import { Run } from "./answering.js";
 import { BROKEN, setKey } from "./api.js";
-import { addAnswer, addQuestion, adopt, find, newConversation, select, shownTurns } from "./conversation.js";
+import { addAnswer, addQuestion, adopt, find, hasContent, newConversation, select, shownTurns } from "./conversation.js";
 import { ConversationList } from "./list.js";
 import { notify } from "./notices.js";
 import { currentModel, loadModels, settingsAreRight, startSettings } from "./settings.js";
@@ -124,10 +124,9 @@ class Chat {
   }
   again(answer) { // beside the answer that is there; in its place if there is nothing to keep
     if (!this.isFree()) return;
-    const isEmpty = !answer.text && !answer.thought;
     const question = find(this.conversation, answer.parent);
     byId("question").focus();
-    this.start(isEmpty ? answer : addAnswer(this.conversation, question), "write");
+    this.start(hasContent(answer) ? addAnswer(this.conversation, question) : answer, "write");
   }
   edit(question, text) {
     if (!this.isFree()) return false;

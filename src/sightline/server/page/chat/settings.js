@@ -16,7 +16,9 @@ const NUMBERS = { // the ranges that the engine takes
 };
 const CONTROLS = [...Object.keys(NUMBERS), "stop", "system"];
 const fieldOf = (name) => byId(name === "stop" ? "stop-text" : name); // "stop" alone is the button
+const TOOLS_REFUSED = "Not offered: ";
 let models = [];
+let toolsRefusal = ""; // why the server refuses tools, if it does
 let settings = {};
 
 function parseNumber(name, typed) {
@@ -47,14 +49,16 @@ function checkSettings() { // shows what is wrong with each; returns the first f
 
 function settingsChanged() {
   settings = Object.fromEntries([...CONTROLS, "model"].map((name) => [name, fieldOf(name).value]));
+  settings.tools = byId("tools").checked ? "on" : "";
   const kept = store("localStorage", SETTINGS, JSON.stringify(settings));
   notify("settings", kept ? "" : "This browser does not keep the settings: they last until the page is closed.");
+  refuseTools(toolsRefusal);
   checkSettings();
   showSettings();
 }
 
 function showSettings() {
-  const set = CONTROLS.filter((name) => settings[name]?.trim());
+  const set = [...CONTROLS, "tools"].filter((name) => settings[name]?.trim());
   byId("set").hidden = !set.length;
   byId("set").textContent = set.length;
   byId("open-settings").setAttribute("aria-label", set.length ? `Settings, ${set.length} changed` : "Settings");
@@ -67,12 +71,15 @@ function loadSettings() {
     if (typeof settings[name] !== "string") settings[name] = "";
     fieldOf(name).value = settings[name];
   }
+  settings.tools = settings.tools === "on" ? "on" : "";
+  byId("tools").checked = settings.tools === "on";
   checkSettings();
   showSettings();
 }
 
 function resetSettings() {
   for (const name of CONTROLS) fieldOf(name).value = "";
+  byId("tools").checked = false;
   settingsChanged();
   say("All settings are the model's defaults.");
 }
@@ -95,6 +102,17 @@ export function settingsAreRight() { // opens the dialog at what is wrong
   return !wrong;
 }
 
+export const offersTools = () => settings.tools === "on" && !toolsRefusal;
+
+// Says next to the switch, and above the question box if it is on, why tools are not offered.
+export function refuseTools(reason) {
+  toolsRefusal = reason;
+  byId("tools-wrong").textContent = TOOLS_REFUSED + reason;
+  byId("tools-wrong").hidden = !reason;
+  byId("tools").disabled = Boolean(reason) && !byId("tools").checked; // on, it can still be switched off
+  notify("tools", reason && settings.tools === "on" ? `Tools are switched on in the settings. ${TOOLS_REFUSED}${reason}` : "");
+}
+
 export const currentModel = () => models.find((model) => model.id === settings.model) ?? models[0];
 
 export async function loadModels(signal) {
@@ -108,6 +126,9 @@ export async function loadModels(signal) {
   for (const place of document.querySelectorAll("[data-model]")) place.textContent = currentModel().id;
   document.title = currentModel().id + " · Sightline";
   notify("models", "");
+  // A server that does not tell may still refuse the request.
+  const info = await request("/server_info", { signal }).then((response) => response.json()).catch(() => null);
+  refuseTools(info?.tools_refusal ?? "");
   showSettings();
 }
 

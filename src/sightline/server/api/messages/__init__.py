@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: bodies, answers and the events of a stream."""

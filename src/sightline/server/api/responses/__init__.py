@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies, answers and the events of a stream."""
