@@ -84,7 +84,7 @@ def test_entries_take_half_of_the_host_memory_that_is_free(host: dict[str, int])
 def test_the_scales_of_keys_count() -> None:
     eight_bits = SHAPE._replace(itemsize=1)
     with_scales = eight_bits._replace(scale_bytes=LAYERS * 4)
-    assert with_scales.split(CHOSEN.elements).device_bytes == PAGE * LAYERS * (KEYS + 4)
+    assert with_scales.split(CHOSEN.elements_per_page(PAGE)).device_bytes == PAGE * LAYERS * (KEYS + 4)
     few, many = (size(max_rows=300, shape=each).num_pages for each in (with_scales, eight_bits))
     assert few < many
 

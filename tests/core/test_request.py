@@ -235,7 +235,7 @@ def test_sampling_params_are_frozen() -> None:
 
 
 def test_finish_reasons_are_the_words_that_clients_know() -> None:
-    assert {str(reason) for reason in FinishReason} == {"stop", "length", "abort", "error"}
+    assert {str(reason) for reason in FinishReason} == {"stop", "length", "tool_calls", "abort", "error"}
 
 
 def test_a_prompt_may_fill_the_context_less_one() -> None:

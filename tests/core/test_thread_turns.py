@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from sightline.core import turns as module
-from sightline.core.turns import Turn, Turns, is_gone
+from sightline.core.turns import ThreadTurn, Turns, is_gone
 from support.threads import Background, Hold, together, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,10 +66,10 @@ def test_a_nested_call_drives_without_giving_way() -> None:
         time.sleep(0.02)
         assert not waiting[0].is_done
 
-    def nested(turn: Turn) -> None:
+    def nested(turn: ThreadTurn) -> None:
         turns.drive_until(turn, lambda: count[0] >= 3, drive)
 
-    def work(_turn: Turn) -> None:
+    def work(_turn: ThreadTurn) -> None:
         waiting.append(Background(lambda: turns.run(lambda _: count[0])))
         until(queued(turns, 1))
         turns.run(nested)
@@ -97,7 +97,7 @@ class Counter:
     def wait_for(self, number: int) -> int:
         """What the count was when the thread had its turn again."""
 
-        def wait(turn: Turn) -> int:
+        def wait(turn: ThreadTurn) -> int:
             self.turns.drive_until(turn, lambda: self.count >= number, self.work)
             return self.count
 
@@ -217,7 +217,7 @@ def test_a_turn_that_could_not_pass_on_is_found(monkeypatch: pytest.MonkeyPatch)
     counter.before = hold
     leave = counter.turns._leave
 
-    def interrupted(turn: Turn) -> None:
+    def interrupted(turn: ThreadTurn) -> None:
         if turn.thread.name != "driver":
             leave(turn)
 
@@ -233,7 +233,7 @@ def test_a_turn_that_could_not_pass_on_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_thread_whose_turn_could_not_pass_on_comes_in_at_once() -> None:
-    turns, lost = Turns(), Turn()
+    turns, lost = Turns(), ThreadTurn()
     lost.is_over, turns._inside = True, lost
     assert turns.run(lambda turn: not turn.is_nested)
     assert is_empty(turns)
@@ -241,7 +241,7 @@ def test_the_thread_whose_turn_could_not_pass_on_comes_in_at_once() -> None:
 
 def test_a_turn_of_a_thread_that_is_gone_is_over() -> None:
     turns = Turns()
-    thread = threading.Thread(target=lambda: turns._enter(Turn()))
+    thread = threading.Thread(target=lambda: turns._enter(ThreadTurn()))
     thread.start()
     thread.join()
     assert is_gone(thread)

@@ -188,7 +188,7 @@ def without_reading(plan: Plan) -> Plan:
 def writing_at(plan: Any, slots: Tensor | None) -> Any:
     """`plan`, which writes its entries at `slots`: a latent plan leaves that to its coordinator's."""
     kept = getattr(plan, "kept", None)
-    return replace(plan, write_slots=slots) if kept is None else replace(plan, kept=replace(kept, write_slots=slots))
+    return replace(plan, write_slots=slots) if kept is None else replace(plan, kept=replace(kept, new_slots=slots))
 
 
 def without_context(batch: Batch) -> Batch:

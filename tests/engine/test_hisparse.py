@@ -38,8 +38,8 @@ def known(folder: Path) -> list[RequestOutput]:
     return ask(llm, replace(SCORED, max_tokens=SHORT.max_tokens), PROMPTS)
 
 
-def hot(folder: Path, buffer: int = TOP_K, **changes: object) -> LLM:
-    sizes = {"top_k": TOP_K, "device_buffer_size": buffer, "host_to_device_ratio": 4}
+def hot(folder: Path, buffer: int = TOP_K, top_k: int = TOP_K, **changes: object) -> LLM:
+    sizes = {"top_k": top_k, "device_buffer_size": buffer, "host_to_device_ratio": 4}
     return tiny(folder, enable_hisparse=True, hisparse_config=sizes, **{"max_num_seqs": 4, **changes})
 
 
@@ -130,6 +130,72 @@ def test_requests_that_are_given_up_leave_nothing_hot_for_others(folder: Path, k
     assert_same_answers(ask(llm, SHORT, PROMPTS), known)
 
 
+V4_TOP_K = 6
+"""Entries of 4 tokens."""
+V4_PROMPTS = [*random_prompts([5, 47, 30]), [7, 8, 9, 10] * 9]
+
+
+def hot_v4(folders: Callable[[str], Path], buffer: int = V4_TOP_K, **changes: object) -> LLM:
+    return hot(folders("deepseek_v4"), buffer, V4_TOP_K, **{"max_num_seqs": 3, **changes})
+
+
+@pytest.fixture(scope="module")
+def known_v4(folders: Callable[[str], Path]) -> list[RequestOutput]:
+    """The answers of DeepSeek V4 with entries on the device, one prompt at a time."""
+    llm = tiny(folders("deepseek_v4"), prefix_caching=False, max_num_seqs=1)
+    return ask(llm, replace(SCORED, max_tokens=12), V4_PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 22, "speculative_config": NGRAM},
+        pytest.param({"buffer": 2 * V4_TOP_K, "max_num_batched_tokens": 7}, marks=pytest.mark.prove),
+        pytest.param({"buffer": 512, "async_scheduling": True}, marks=pytest.mark.prove),
+        pytest.param({"prefix_caching": False, "paranoid": True}, marks=pytest.mark.prove),
+        pytest.param({"page_size": 1, "buffer": 13, "speculative_config": NGRAM}, marks=pytest.mark.prove),
+        pytest.param({"page_size": 16, "attention_backend": "reference-compressed"}, marks=pytest.mark.prove),
+    ],
+)
+def test_answers_of_entries_of_several_tokens_are_those_of_entries_on_the_device(
+    folders: Callable[[str], Path], known_v4: Sequence[RequestOutput], changes: dict[str, Any]
+) -> None:
+    llm = hot_v4(folders, **changes)
+    for _ in range(2):
+        # The second time the cache has the prompts' prefixes.
+        assert_same_answers(ask(llm, replace(GREEDY, max_tokens=12), V4_PROMPTS), known_v4)
+    coordinators = llm.engine.runtime.coordinators
+    assert [each.cache.is_on_host for each in coordinators] == [False, True, False, False]
+    # Entries of 16 elements, in two layers.
+    entries = llm.engine.runtime.config.cache_tokens // 4
+    assert llm.engine.metrics().hisparse_host_bytes >= 2 * 16 * 4 * entries
+    if changes.get("attention_backend") is None:
+        require_copies(llm)
+
+
+@pytest.mark.parametrize("buffer", [V4_TOP_K, pytest.param(3 * V4_TOP_K, marks=pytest.mark.prove)])
+def test_rows_of_entries_of_several_tokens_that_give_way_change_no_answer(
+    folders: Callable[[str], Path], buffer: int
+) -> None:
+    prompts = prompts_alike(30, 4, 5)
+    plain = tiny(folders("deepseek_v4"), prefix_caching=False, max_num_seqs=1)
+    expected = ask(plain, replace(SCORED, max_tokens=12), prompts)
+    llm = hot_v4(folders, buffer, cache_tokens=112, max_model_len=56)
+    for _ in range(2):
+        assert_same_answers(ask(llm, replace(GREEDY, max_tokens=12), prompts), expected)
+    metrics = llm.engine.metrics()
+    assert metrics.num_preemptions > 0
+    assert metrics.prefix_cache_hits > 0
+    require_copies(llm)
+
+
+@pytest.mark.prove
+def test_several_continuations_of_entries_of_several_tokens(folders: Callable[[str], Path]) -> None:
+    params = replace(SAMPLED, n=3, max_tokens=10)
+    expected = ask(tiny(folders("deepseek_v4"), max_num_seqs=4), params, V4_PROMPTS[:2])
+    assert tokens_of(ask(hot_v4(folders, max_num_seqs=4), params, V4_PROMPTS[:2])) == tokens_of(expected)
+
+
 @pytest.mark.parametrize("buffer", [TOP_K, pytest.param(2 * TOP_K, marks=pytest.mark.prove)])
 def test_logits_are_those_of_entries_on_the_device(folder: Path, buffer: int) -> None:
     def logits(**settings: Any) -> list[torch.Tensor]:
@@ -163,7 +229,7 @@ def test_settings_that_cannot_work_are_refused_at_start(folder: Path, settings: 
 
 
 def test_a_model_whose_layers_choose_nothing_is_refused(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="expected a model whose layers attend to chosen tokens"):
+    with pytest.raises(ConfigError, match="expected a model whose layers attend to chosen entries"):
         tiny(folders("llama"), enable_hisparse=True)
 
 

@@ -62,7 +62,7 @@ def rounds(folder: Path) -> list[tuple[list[list[int]], list[list[tuple[int, ...
     return [(prompts, tokens(ask(plain, prompts))) for prompts in asked]
 
 
-@pytest.mark.parametrize("chunk", [5, *proofs(16), 512])
+@pytest.mark.parametrize("chunk", [5, *proofs(16, 512)])
 def test_answers_are_those_without_a_cache(
     folder: Path, rounds: list[tuple[list[list[int]], list[list[tuple[int, ...]]]]], chunk: int
 ) -> None:

@@ -45,7 +45,7 @@ def make_stage(ticks: int | None, *, in_flight: bool = False, max_len: int = 96)
         paranoid=False,
         max_step_ticks=ticks,
     )
-    return set_stage(scene, lambda batch: None, EventCounts())
+    return set_stage(scene, lambda batch: None, EventCounts(), lambda finding: None)
 
 
 def run_steps(stage: Stage, request_id: str) -> list[tuple[int, int]]:

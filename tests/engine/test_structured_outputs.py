@@ -93,11 +93,8 @@ def follow_grammar(llm: LLM, outputs: Sequence[RequestOutput], constraint: dict[
     return True
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param({"speculative_config": NGRAM}, marks=pytest.mark.prove)],
-    ids=["plain", "ngram"],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("settings", [{}, {"speculative_config": NGRAM}], ids=["plain", "ngram"])
 def test_answers_under_200_random_schemas_satisfy_them(folder: Path, settings: dict[str, object]) -> None:
     llm, seeds = tiny(folder, **settings), range(200)
     outputs = llm.generate(["x"] * len(seeds), [held_to(seed) for seed in seeds], use_tqdm=False)
@@ -110,15 +107,24 @@ def test_answers_under_200_random_schemas_satisfy_them(folder: Path, settings: d
     llm.close()
 
 
-@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("num_schemas", "num_streams"),
+    [pytest.param(20, 3, marks=pytest.mark.prove), pytest.param(200, 20, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("settings", [{}, {"speculative_config": NGRAM}], ids=["plain", "ngram"])
-def test_answers_of_the_default_model_under_20_random_schemas_satisfy_them(settings: dict[str, object]) -> None:
-    llm, seeds = LLM(**cast("EngineSettings", {"cache_tokens": 8192, "max_num_seqs": 20, **settings})), range(20)
+def test_answers_of_the_default_model_under_random_schemas_satisfy_them(
+    settings: dict[str, object], num_schemas: int, num_streams: int
+) -> None:
+    llm, seeds = (
+        LLM(**cast("EngineSettings", {"cache_tokens": 8192, "max_num_seqs": 20, **settings})),
+        range(num_schemas),
+    )
     params = [held_to(seed, max_tokens=100) for seed in seeds]
     outputs = llm.generate(["A value, as JSON: "] * len(seeds), params, use_tqdm=False)
     done = [checked(each.outputs[0], whole_schema(seed), 100) for seed, each in zip(seeds, outputs, strict=True)]
-    assert sum(done) > 12
-    for seed in seeds[:3]:
+    print(f"{sum(done)} of {num_schemas} answers ended")
+    assert sum(done) > 0.6 * num_schemas
+    for seed in seeds[:num_streams]:
         pieces = list(llm.stream("A value, as JSON: ", params[seed]))
         assert "".join(piece.text for piece in pieces) == outputs[seed].outputs[0].text
     llm.close()

@@ -14,7 +14,8 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, ConfigError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from support.case_marks import proofs
 from support.tiny_models import make_model, random_prompts, relative_error, stepped_logits
 

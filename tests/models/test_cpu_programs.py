@@ -22,9 +22,10 @@ from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.cpu.record import Record
 from sightline.llm import TokensPrompt
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep
 from sightline.runner.recording import CpuRecorder, UnrecordableError
+from sightline.runner.runtime import Runtime
 from support import captured_engines
 from support.cpu_launchers import CheckedLauncher
 from support.graph_checks import CHECKS, Rows

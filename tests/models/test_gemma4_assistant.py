@@ -19,13 +19,15 @@ from sightline.core.batch import CONTEXT, RowWork, StepWork
 from sightline.core.config import EngineConfig
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.drafting import DraftSource
 from sightline.models.gemma4_assistant import AssistantDefinition, AssistantDraft, define_assistant
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.attention_cases import BACKENDS
 from support.tiny_assistant import AssistantStep, make_assistant, reference_round, target_outputs

@@ -14,8 +14,9 @@ from sightline.core.ledger import Ledger
 from sightline.layers.activation import Activation
 from sightline.layers.rotary import RotarySpec, inverse_frequencies
 from sightline.layers.routing import Groups, Routing, Score, Share
-from sightline.models.decoder import DecoderDefinition, ResidualFactors
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward
+from sightline.models.layer_definition import ResidualFactors
 from sightline.models.recurrent.kimi_delta import KimiDeltaDefinition
 from sightline.models.recurrent.lightning import LightningDefinition
 from sightline.models.registry import define_model

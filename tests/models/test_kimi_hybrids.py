@@ -22,13 +22,15 @@ from sightline.layers.linear import Linear
 from sightline.layers.recurrent.kimi_delta import KimiDelta, SecondProducts
 from sightline.layers.recurrent.lightning import LightningAttention
 from sightline.layers.routing import Routing, Score
-from sightline.models.decoder import DecoderDefinition, ResidualFactors
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.layer_definition import ResidualFactors
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.norms import NormDefinition
 from sightline.models.random_weights import RandomCheckpoint
 from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
 from support.case_marks import of_families, routine, seldom
 from support.changed_runtimes import error_of

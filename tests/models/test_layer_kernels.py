@@ -24,7 +24,7 @@ from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.layers.triton_operations import TritonOperations
 from sightline.runner import build, compute
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.case_marks import proofs, routine
 from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
 from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits

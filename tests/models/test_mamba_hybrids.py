@@ -403,7 +403,7 @@ def test_random_weights_have_the_tensors_of_a_saved_model_and_give_finite_logits
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("family", ["nemotron_h_moe", "nemotron_h_narrow", "granite_hybrid_moe"])
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "granite_hybrid_moe"])
 def test_experts_at_once_give_the_logits_of_transformers(hybrids: Models, family: str) -> None:
     pytest.importorskip("triton")
     model, folder = hybrids[family]

@@ -24,7 +24,8 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.mtp import FINAL, MtpDefinition, MtpModule, define_mtp
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.attention_cases import CPU
 from support.case_marks import proofs, routine

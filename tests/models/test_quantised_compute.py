@@ -26,9 +26,9 @@ from sightline.models.kept_weights import KeptBlocks, KeptWeights
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, make_store
+from sightline.runner.build import assemble_runtime, make_store
 from sightline.runner.quantised import model_facts
-from support.case_marks import proofs
+from sightline.runner.runtime import Runtime
 from support.definitions import softmax_layer
 from support.gguf_families import tiny, write_family
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
@@ -88,7 +88,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 @all_types
 @all_kept
-@pytest.mark.parametrize("tied", [True, *proofs(False)], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_every_matrix_stays_quantised_and_gives_nearly_the_exact_logits(
     quantised: str, kept: KeptWeights, tied: bool, tmp_path: Path
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_tensor_that_is_a_copy_takes_no_memory(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("quantised", ["Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
-@pytest.mark.parametrize("tied", [*proofs(True), False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"])
 def test_our_kernels_keep_types_that_torch_has_no_op_for(quantised: str, tied: bool, tmp_path: Path) -> None:
     path, ledger = tmp_path / "tiny.gguf", Ledger()
     sizes = {"hidden_size": 256, "intermediate_size": 256}

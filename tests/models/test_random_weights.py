@@ -19,7 +19,8 @@ from sightline.core.ledger import Ledger
 from sightline.layers.routing import Routing
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from support.tiny_models import FAMILIES, Models, random_prompts, stepped_logits
 
 CPU = torch.device("cpu")

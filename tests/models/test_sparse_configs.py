@@ -125,6 +125,10 @@ def test_a_config_as_it_is_published_leaves_nothing_unread(config: dict[str, obj
     assert latent_of(predictor).indexer == latent_of(definition.layers[0]).indexer
 
 
+def test_both_names_of_sparse_layers_are_read() -> None:
+    assert define(GLM_5 | {"layer_types": ["deepseek_sparse_attention"] * 78}) == define(GLM_5)
+
+
 def test_indexers_rotate_halves_in_deepseek_and_neighbours_in_glm() -> None:
     of_deepseek = IndexerDefinition(IndexSpec(64, 128, 2048), 64, paired_neighbours=False, norm_epsilon=1e-6)
     of_glm = IndexerDefinition(IndexSpec(32, 128, 2048), 64, paired_neighbours=True, norm_epsilon=1e-6)

@@ -24,9 +24,10 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
 from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
-from support.case_marks import routine
+from support.case_marks import routine, seldom
 from support.tiny_models import Models, load_runtime, random_prompts, reference_logits, relative_error, stepped_logits
 from support.tiny_sparse import SPARSE, TOP_K, clear_prompts, make_sparse
 
@@ -69,8 +70,7 @@ def assert_same_logits(
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("page_size", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk", [1, 7, 64, ONE_SHOT])
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (7, 1), (64, 4), (ONE_SHOT, 16)])
 @pytest.mark.parametrize("family", SPARSE)
 def test_stepped_logits_equal_a_full_forward(sparse: Models, family: str, chunk: int, page_size: int) -> None:
     model, folder = sparse[family]
@@ -99,7 +99,7 @@ def test_all_kernels_of_layers_give_the_same_in_either_order_of_memory(
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("family", ROUTINE)
+@pytest.mark.parametrize("family", seldom(ROUTINE, ROUTINE[0]))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_fused_kernels_of_layers_give_the_same(sparse: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, Triton's interpreter runs them."""

@@ -26,8 +26,8 @@ from sightline.core.resolution import ResolvedConfig
 from sightline.core.speculation import Speculation
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.backend_choice import works_of
-from sightline.runner.build import Runtime
 from sightline.runner.demand import PAGE_ORDERS, AttentionUsage, demands_of, requirement
+from sightline.runner.runtime import Runtime
 from support.case_marks import routine
 from support.observed import Observed, ObservingBackend, holds
 from support.recording_backend import install

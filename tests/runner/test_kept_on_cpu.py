@@ -17,8 +17,9 @@ from sightline.models.kept_codes import KeptCodes
 from sightline.models.kept_weights import BlockRule, CodeRule, KeptBlocks
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner import quantised
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
 from sightline.runner.environment import collect_environment
+from sightline.runner.runtime import Runtime
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 from support.graph_checks import Rows
 

@@ -10,7 +10,7 @@ from sightline.attention.workspace import LeaseEntry
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.gguf_families import tiny, write_family
 from support.gguf_files import tiny_llama, write_llama
 from support.tiny_models import load_runtime

@@ -19,9 +19,10 @@ from sightline.core.ledger import Ledger
 from sightline.engine.rehearsal import KINDS, rehearse
 from sightline.llm import TokensPrompt
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import Runtime, build_embedding_runtime, build_runtime
+from sightline.runner.build import build_embedding_runtime, build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep
 from sightline.runner.runner import Runner
+from sightline.runner.runtime import Runtime
 from sightline.runner.startup import startup_report
 from sightline.runner.warm_up import embedding_kinds, octaves, paged_kinds, powers
 from support.captured_engines import install

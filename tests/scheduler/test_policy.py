@@ -123,7 +123,7 @@ standings = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     running=st.lists(standings, max_size=6),
     waiting=st.lists(standings, max_size=5),
@@ -173,7 +173,7 @@ shared_pages = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     running=st.lists(standings, max_size=6),
     waiting=st.lists(standings, max_size=6),

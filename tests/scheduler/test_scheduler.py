@@ -355,7 +355,7 @@ def longest(workload: Sequence[tuple[int, int, int]]) -> int:
     return max(prompt_len + max_tokens - 1 for prompt_len, max_tokens, _ in workload)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     workload=workloads,
     spare_pages=st.integers(0, 4),

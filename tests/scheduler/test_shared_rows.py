@@ -146,7 +146,7 @@ def fair_shares(demands: Mapping[str, int], num_rows: int) -> Counter[str]:
     return shares
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     waves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=5),
     max_rows=st.integers(1, 7),
@@ -199,7 +199,7 @@ workloads = st.lists(
 """(caller, prompt length, tokens to generate, steps before it arrives, priority)."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     workload=workloads,
     spare_pages=st.integers(0, 12),

@@ -158,7 +158,7 @@ def rows_after(given_state: SchedulerState, decision: Decision) -> list[tuple[st
 sharers = st.lists(st.tuples(st.sampled_from("aaabcd"), st.integers(0, 1)), max_size=6)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(running=sharers, waiting=sharers, free_rows=st.integers(0, 2), spare_budget=st.integers(0, 40))
 @example(running=[("a", 0), ("b", 1)], waiting=[("a", 0), ("b", 0)], free_rows=0, spare_budget=0)
 @example(running=[("a", 0)] * 4, waiting=[("a", 0), ("b", 0)], free_rows=0, spare_budget=0)

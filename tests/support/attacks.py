@@ -58,6 +58,7 @@ _SAMPLES: Mapping[str, object] = {
     "tokens": [1, 2, 3],
     "messages": [{"role": "user", "content": "One, two,"}],
     "max_tokens": 1,
+    "max_output_tokens": 1,
 }
 
 
@@ -186,6 +187,17 @@ _ATTACKED_FIELDS: Mapping[str, tuple[object, ...]] = {
     ),
     "tokens": ([-1], [2**31], [2**31 - 1], [10**30], [True], ["1"], [[1]], "a", {}),
     "input": ([], [[]], [-1], [2**31], [True], [[1], "a"], {"a": 1}, 1),
+    "max_output_tokens": (0, -1, 2**31, 10**30, 1.5, True, "1", [1]),
+    "previous_response_id": ("", "resp_" + "0" * 24, "../" * 40, "\x1b[31m\r\n", _LONG, 1, ["a"], {}),
+    "instructions": (1, ["a"], {}),
+    "metadata": ({"a": 1}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(place): "" for place in range(17)}, [], "a"),
+    "text": ({"format": {"type": "x"}}, {"format": {"type": "json_schema"}}, {"format": "text"}, "a"),
+    "reasoning": ({"summary": "detailed"}, {"effort": 1}, {"effort": "x" * 33}, "low"),
+    "include": (["x"], "x", [1]),
+    "system": (1, [{"type": "image"}], [{"text": "a"}], {}),
+    "thinking": ({"type": "enabled"}, {"type": "enabled", "budget_tokens": 0}, {"type": "x"}, {}, "on"),
+    "stop_sequences": ([""], "a", ["a"] * 100_000, ["z" * 2_000], [1], _LONG),
+    "output_config": ({"format": {"schema": True}}, {"format": {"type": "x", "schema": {}}}, {"effort": 1}, []),
     "dimensions": (0, -1, 10**9, True),
     "encoding_format": ("pickle", 1),
     "chat_template_kwargs": (
@@ -299,7 +311,7 @@ NO_KEY_HEADERS: Mapping[str, Mapping[str, str]] = {
     "quoted": bearer(f'"{ALPHA}"'),
     "wildcard": bearer("*"),
     "cookie": {"Cookie": f"Authorization=Bearer {ALPHA}"},
-    "another header": {"X-Api-Key": ALPHA, "Api-Key": ALPHA, "Proxy-Authorization": f"Bearer {ALPHA}"},
+    "another header": {"X-Key": ALPHA, "Api-Key": ALPHA, "Proxy-Authorization": f"Bearer {ALPHA}"},
     "a proxy's word": {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "root", "X-Real-Ip": "127.0.0.1"},
     "another path": {"X-Original-Url": "/health", "X-Rewrite-Url": "/health", "X-Forwarded-Prefix": "/health"},
 }
@@ -374,10 +386,12 @@ NOT_HTTP: dict[str, Callable[[str, str], bytes]] = {
 
 def is_error_body(body: bytes) -> bool:
     try:
-        error = json.loads(body)["error"]
+        told = json.loads(body)
+        error = told["error"]
     except (ValueError, LookupError, TypeError):
         return False
-    return set(error) == {"message", "type", "param", "code"} and bool(error["message"])
+    names = {"message", "type"} if told.get("type") == "error" else {"message", "type", "param", "code"}
+    return set(error) == names and bool(error["message"])
 
 
 def metrics(server: ServedProcess) -> dict[str, float]:

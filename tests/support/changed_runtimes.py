@@ -14,7 +14,8 @@ from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, make_store, select_backends
+from sightline.runner.build import assemble_runtime, make_store, select_backends
+from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
 from support.features import Change
 from support.tiny_models import load_runtime, random_prompts, reference_logits, relative_error, stepped_logits

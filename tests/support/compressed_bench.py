@@ -17,19 +17,21 @@ from torch import Tensor
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.compressed.inputs import CompressedIndexInputs, CompressedInputs, CompressionInputs
 from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
-from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
+from sightline.attention.contract import AttentionBackend, BackendContext, EntryCoordinator, StepLimits
 from sightline.attention.groups import LayerGroup, group_layers
 from sightline.attention.kinds import SpecKind
 from sightline.attention.oracle.compressed import attend_compressed_row, compress_row
 from sightline.attention.oracle.index import choose_tokens, index_scores
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.sparse.hot_entries import HotEntries
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
-from sightline.cache.pools import CacheLimits
+from sightline.cache.pools import CacheLimits, GroupCache
 from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch, RowWork
 from sightline.kernels.cpu.program import inline_launcher
+from sightline.kernels.hot_entries import FetchEntries, fetch_entries
 from sightline.runner.batching import assemble, assemble_transient
 
 CPU = torch.device("cpu")
@@ -124,6 +126,7 @@ def text_of(length: int, seed: int) -> Text:
     return Text(length, seed)
 
 
+@lru_cache(maxsize=64)
 def branch(text: Text, other: Text, position: int) -> Text:
     """A text whose tokens are those of `text` up to a position, then those of `other`."""
 
@@ -174,17 +177,23 @@ class CompressedBench:
         max_step_tokens: int = 400,
         paranoid: bool = False,
         device: torch.device = CPU,
+        buffer: int | None = None,
+        copy: FetchEntries = fetch_entries,
     ) -> None:
-        self.dtype = dtype
+        """`buffer` is how many chosen entries of each row are hot, and `copy` makes them so; None: all are on the
+        device."""
+        self.dtype, self._buffer, self._copy = dtype, buffer, copy
         self.device = device
         self.groups = group_layers(SPECS, indexers=INDEXERS)
         pages = max_rows * -(-max_len // page_size) + 1
         limits = CacheLimits(pages, page_size, max_rows, max_len, states_per_row=8, max_checkpoints=12)
-        self.store = CacheStore([group.cache_spec(dtype) for group in self.groups], limits, device, poison=True)
+        specs = [group.cache_spec(dtype, with_hot_entries=buffer is not None) for group in self.groups]
+        self.store = CacheStore(specs, limits, device, poison=True)
         arrange_free_pages(self.store, layout)
         self.poison()
         workspace = Workspace(device, 1 << 30, poison=True)
         step_limits = StepLimits(max_rows, max_step_tokens, max_len, (MAIN_LANE,), max_rollout=0)
+        self.coordinators: dict[str, EntryCoordinator] = {}
         bindings = [self._bind(group, backends[group.spec.kind], workspace, step_limits) for group in self.groups]
         self.planner = Planner(bindings, step_limits, self.store.lengths, workspace, paranoid=paranoid)
         workspace.seal()
@@ -197,11 +206,16 @@ class CompressedBench:
         limits: StepLimits,
     ) -> GroupBinding:
         cache = self.store.cache(group.name)
-        coordinator = ResidentEntries(cache)
+        coordinator: EntryCoordinator = ResidentEntries(cache) if not cache.is_on_host else self._hot(cache, limits)
+        self.coordinators[group.name] = coordinator
         context = BackendContext(
             group.name, group.spec, cache, workspace, limits, self.dtype, self.device, inline_launcher(), coordinator
         )
         return GroupBinding.alone(group, cache, backend(context), backend.capabilities[0])
+
+    def _hot(self, cache: GroupCache, limits: StepLimits) -> HotEntries:
+        assert self._buffer is not None, "entries are in host memory if some are hot"
+        return HotEntries(cache, TOP_K, limits, self._buffer, self._copy, poison=True)
 
     def poison(self) -> None:
         """Fills every place that nobody owns with NaN, those of the padding page too."""

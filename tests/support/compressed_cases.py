@@ -241,7 +241,8 @@ class Step:
                 torch.full((2 * config.num_programs, 2, case.unit_heads), torch.nan, device=DEVICE),
             )
             if size:
-                divide(rows, scratch, config, config.num_subgroups(case.heads) * pieces_of(config, case.dim), None)
+                subgroups = config.num_subgroups(case.heads) * pieces_of(config, case.dim)
+                divide(rows, scratch, config, subgroups, None, by_row=True)
             entries_seen = SeenEntries(places, chosen_slots) if case.has_entries else None
             attend_compressed(self.q.to(DEVICE), layer, tokens, seen, entries_seen, part, rows, scratch, config, out)
         return out.cpu()

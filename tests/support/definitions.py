@@ -6,8 +6,8 @@ from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention
 from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import LatentAttentionDefinition, SoftmaxAttentionDefinition
-from sightline.models.decoder import LayerDefinition
 from sightline.models.decoder_layer import DecoderLayer, StreamedLayer
+from sightline.models.layer_definition import LayerDefinition
 
 
 def softmax_of(layer: LayerDefinition) -> SoftmaxAttentionDefinition:

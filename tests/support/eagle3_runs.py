@@ -27,7 +27,8 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_eagle3, define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime, assemble_runtime, make_store, select_backends
+from sightline.runner.build import assemble_runtime, make_store, select_backends
+from sightline.runner.runtime import Runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.attention_cases import CPU
 from support.eagle3_heads import HIDDEN, TARGET_LAYERS

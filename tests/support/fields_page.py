@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from sightline.server.api.fields import REFUSED, WITHOUT_EFFECT
+from sightline.server.api.messages.body import CountRequest, MessagesRequest
+from sightline.server.api.responses.body import ResponsesRequest
 from sightline.server.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -26,6 +28,9 @@ from sightline.server.api.schema import (
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
 ROUTES = {
     "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "count_tokens": CountRequest,
     "completions": CompletionRequest,
     "embeddings": EmbeddingRequest,
     "score": ScoreRequest,

@@ -21,9 +21,9 @@ from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import PADDING_SLOT, Batch, RowWork, StepWork
 from sightline.core.errors import StalePlanError
 from sightline.llm import TokensPrompt
-from sightline.runner.build import Runtime
 from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
+from sightline.runner.runtime import Runtime
 from support.tiny_models import VOCAB, random_prompts
 
 Make = Callable[..., LLM]

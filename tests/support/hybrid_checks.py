@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from sightline import LLM, SamplingParams
 from sightline.core.config import EngineConfig
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.case_marks import proofs
 from support.hybrids import make_hybrid
 from support.tiny_models import (
@@ -30,7 +30,8 @@ DECODE_STEPS = 64
 PROMPT_LENS = (5, 70, 1, 131, 16)
 ONE_SHOT = 1 << 20
 """More tokens than any prompt has."""
-every_chunk = pytest.mark.parametrize("chunk", [7, *proofs(1, 64, ONE_SHOT)])
+every_chunk = pytest.mark.parametrize("chunk", [7, *proofs(ONE_SHOT)])
+"""Prompts in many steps that end anywhere, in pages of one token, and whole prompts, in pages of many."""
 
 
 def save_hybrids(factory: pytest.TempPathFactory, families: Iterable[str]) -> Models:

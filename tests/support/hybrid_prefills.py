@@ -18,7 +18,7 @@ from sightline.attention.spec import AttentionSpec, LatentSpec, RecurrentSpec
 from sightline.core.batch import RowWork
 from sightline.core.device import Device
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.recording_backend import Record, RecordingBackend, install, recording
 from support.tiny_models import random_prompts, reference_logits
 

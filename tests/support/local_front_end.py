@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import httpx2
 import msgspec
 
 from sightline.core.config import EngineConfig
+from sightline.core.conversation import AnswerEvent, EventKind
 from sightline.core.metrics import PhaseSeconds
 from sightline.core.request import SamplingParams
 from sightline.server.desks.pool import DeskLostError, DeskPool, JobTimeoutError, NoRoomError, Ticket
@@ -75,6 +77,25 @@ def opened(*, embeds: bool = False) -> Opened:
     )
 
 
+@dataclass(frozen=True)
+class Script:
+    """What an answer says, a delta for each step, and how it ends."""
+
+    steps: Sequence[Sequence[AnswerEvent]]
+    finish_reason: str = "stop"
+    stop_reason: str | None = None
+    error: str | None = None
+    num_cached: int = 0
+
+    def reports(self, number: int) -> Iterator[Report]:
+        for place, step in enumerate(self.steps, 1):
+            reason = self.finish_reason if place == len(self.steps) else None
+            stop = None if reason is None else self.stop_reason
+            thought = sum(event.kind is EventKind.REASONING for event in step)
+            yield Delta(number, 0, "", 1, reason, stop, events=tuple(step), num_reasoning=thought)
+        yield Ended(number, self.error, self.num_cached, PhaseSeconds(0.0), None)
+
+
 class LocalEngine:
     """The other end of a port: answers every command at once, and keeps to the windows of streams."""
 
@@ -82,6 +103,8 @@ class LocalEngine:
         self._told = told
         self.reader = asyncio.StreamReader()
         self.submitted: list[Submit] = []
+        self.script: Script | None = None
+        """What every answer says, instead of the prompt's text."""
         self.holds = False
         """Whether requests are accepted and then stand still."""
         self.waiting: dict[int, deque[Report]] = {}
@@ -110,7 +133,9 @@ class LocalEngine:
                 self.submitted.append(command)
                 for number, prompt in prompts.items():
                     self._tell(Accepted(number, b"{}"))
-                    self.waiting[number] = deque(_reports(number, prompt, packed))
+                    script = self.script
+                    said = _reports(number, prompt, packed) if script is None else script.reports(number)
+                    self.waiting[number] = deque(said)
                     self._room[number] = float("inf") if max_unread is None else max_unread.max_reports
                     self._go_on(number)
             case Read(number, count, _) if number in self.waiting:
@@ -269,8 +294,12 @@ class LocalFrontEnd:
     def ask(self, path: str, fields: Mapping[str, object], key: str | None = None) -> Client:
         return Client(self, "POST", path, json.dumps(fields).encode(), key)
 
-    async def get(self, path: str) -> Answer:
-        return await Client(self, "GET", path, b"", None).answer()
+    async def get(self, path: str, key: str | None = None, method: str = "GET") -> Answer:
+        return await Client(self, method, path, b"", key).answer()
+
+    def transport(self) -> httpx2.AsyncClient:
+        """What other projects' clients send their requests with."""
+        return httpx2.AsyncClient(transport=httpx2.ASGITransport(self.application))
 
     @property
     def held(self) -> dict[str, int]:

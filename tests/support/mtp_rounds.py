@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sightline.core.batch import RowWork, StepWork
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from support.tiny_mtp import Made
 
 VOCAB_START = 3

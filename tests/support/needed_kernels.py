@@ -22,7 +22,8 @@ from sightline.core.config import EngineConfig, Task
 from sightline.core.ledger import Ledger
 from sightline.kernels.triton.chip import Chip
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import Runtime, build_embedding_runtime, build_runtime
+from sightline.runner.build import build_embedding_runtime, build_runtime
+from sightline.runner.runtime import Runtime
 from sightline.runner.warm_up import StepKind, WarmUp
 from support import recorded_graphs
 from support.recorded_graphs import RECORDING

@@ -3,10 +3,13 @@
 Triton's interpreter accepts what its compiler refuses: a variable that changes its type in a branch, for one. Tensors
 of the meta device stand for those of a GPU, and a launch ends where the compiled kernel would be started. Prints each
 kernel's name once for each time that it was compiled.
+
+Ends with the text for LLVM, which is as far as Triton refuses anything; `--machine-code` goes to the end.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +22,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from sightline.kernels.hot_entries import HotBuffer, TurnRows
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
-from sightline.kernels.triton.choose import Candidates, ChoiceConfig, choose_places
+from sightline.kernels.triton.choose import ChoiceConfig, ChoiceRoom, choose_places
 from sightline.kernels.triton.compressed_attention import (
     CompressedLayer,
     SeenEntries,
@@ -29,6 +32,7 @@ from sightline.kernels.triton.compressed_attention import (
 )
 from sightline.kernels.triton.compressed_steps import CompressionRule, NewChoice, NewEntries, NewKeys, keep_tokens
 from sightline.kernels.triton.compressed_tokens import CompressedTokens, EntryPages, SeenKeys, count_keys
+from sightline.kernels.triton.decay_sums import decay_sums
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.expert_groups import group_choices, tile_table
@@ -102,6 +106,20 @@ def compiled_instead(self: JITFunction[Any], grid: object) -> Any:
     return compile_it
 
 
+def stop_before_machine_code(*given: Any) -> tuple[str, str] | None:
+    """Triton's hook for the stages of a compilation; asked with nothing, it names what it does for Triton's cache."""
+    if not given:
+        return "no machine code", "no machine code"
+    stages = given[1]
+
+    def no_assembly(source: object, metadata: dict[str, object]) -> str:
+        metadata["name"] = "nothing"
+        return ""
+
+    stages["ptx"], stages["cubin"] = no_assembly, lambda source, metadata: b""
+    return None
+
+
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -163,7 +181,9 @@ def compile_index(
     """DeepSeek's indexer: 64 heads, 128 wide, 2,048 of 131,072 tokens, or of keys that stand for several."""
     config = choose_score_config(dtype, 64, 128, longest_query, shared_bytes=CHIP["shared_bytes"])
     codes, scales = meta(SLOTS, 128, dtype=cache_dtype), meta(SLOTS, 1, dtype=FP32) if cache_dtype is FP8 else None
-    write_index_keys(meta(TOKENS, 128, dtype=dtype), codes, scales, meta(TOKENS, dtype=INT64))
+    write_index_keys(
+        meta(TOKENS, 128, dtype=dtype), codes, scales, meta(TOKENS, dtype=INT64), overlaps=CHIP["overlaps"]
+    )
     tiles = Tiles(meta(8, FIELDS, dtype=torch.int32), config.queries)
     tokens, counts = (meta(8 * config.queries, dtype=torch.int32) for _ in range(2))
     list_queries(tiles, tokens, counts, ratio)
@@ -171,11 +191,12 @@ def compile_index(
     scores, out = meta(queries, 131_072, dtype=FP32), meta(TOKENS, 2048, dtype=torch.int32)
     keys = IndexKeys(codes, scales, meta(9, 2048, dtype=INT64) if paged else None, PAGE_SIZE, ratio)
     q, weights = meta(TOKENS, 64, 128, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
-    score_keys(q, weights, keys, tiles, slice(0, 8), 131_072, scores, config, multiprocessors=CHIP["multiprocessors"])
-    room = [
-        Candidates(meta(queries, size, dtype=FP32), meta(queries, size, dtype=torch.int32)) for size in choice.sizes
-    ]
-    choose_places(scores, tokens, counts, room[1:], out, choice)
+    score_keys(
+        q, weights, keys, tiles, slice(0, 8), 131_072, scores, config,
+        multiprocessors=CHIP["multiprocessors"], overlaps=CHIP["overlaps"],
+    )  # fmt: skip
+    room = ChoiceRoom.of(choice, queries, lambda _, shape: meta(*shape, dtype=torch.int32))
+    choose_places(scores, tokens, counts, room, out, choice, overlaps=CHIP["overlaps"])
 
 
 def compile_compressed(
@@ -296,6 +317,10 @@ def compile_recurrence(key_heads: int, value_dim: int, *, delta: bool, channels:
     split = Split(meta(TOKENS, key_heads, 128), meta(TOKENS, key_heads, 128), out)
     given = None if weight is None else Convolution(weight, bias, tails)
     split_mixed(mixed, given, slots, tokens, split, unit=delta, overlaps=True)
+    split_mixed(mixed, given, slots, tokens, split, unit=delta, spoiled=meta(TOKENS, key_heads + 32, dtype=FP32))
+    if channels:
+        borders, cut = meta(TOKENS + 1, dtype=INT64), meta(TOKENS, 2, dtype=INT64)
+        decay_sums(decay, borders, cut, decay, chunk=CHUNK, scale=1.0, least=-128.0)
     table, rows, squares = meta(TOKENS, 2, dtype=INT64), meta(TOKENS, 3, dtype=INT64), meta(TOKENS, 32, CHUNK, CHUNK)
     wide, left = meta(TOKENS, 32, 128), meta(TOKENS, 32, 128, dtype=FP32)
     faded = Faded(wide, wide, wide, left, left) if channels else None
@@ -377,15 +402,16 @@ def compile_streams() -> None:
     turn_tails(meta(TOKENS, 64, 128), None, 0.0, cos, sin, overlaps=True)
 
 
-def compile_hot_entries() -> None:
-    """What DeepSeek V3.2 chooses, in buffers of twice as many; 2 layers and 4 rows."""
-    size, top_k, width, slots = 4096, 2048, 144, meta(TOKENS, 2048, dtype=INT64)
+def compile_hot_entries(top_k: int, width: int, apart: int) -> None:
+    """Buffers of twice as many entries as are chosen; 2 layers and 4 rows."""
+    size, slots = 2 * top_k, meta(TOKENS, top_k, dtype=INT64)
     held, order = (meta(2, 5, size, dtype=torch.int32) for _ in range(2))
     buffer = HotBuffer(
         plane=meta(2 * 5 * size, width, dtype=INT64),
         host=meta(2, SLOTS, width, dtype=INT64),
         pages=meta(5, SLOTS // PAGE_SIZE, dtype=INT64),
         page_size=PAGE_SIZE,
+        apart=apart,
         held=held,
         order=order,
         places=meta(5, SLOTS + 1, dtype=torch.int32),
@@ -401,6 +427,8 @@ def main() -> None:
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
     driver.set_active(CompileOnly())
     KernelInterface.__getitem__ = compiled_instead
+    if sys.argv[1:] != ["--machine-code"]:
+        triton.knobs.runtime.add_stages_inspection_hook = stop_before_machine_code
     compile_softmax_decode(BF16, with_everything=False)
     compile_softmax_decode(FP8, with_everything=True)
     compile_latent_decode(128, BF16)
@@ -439,7 +467,8 @@ def main() -> None:
         RoutingRule(ScoreKind.SIGMOID, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True
     )
     compile_streams()
-    compile_hot_entries()
+    compile_hot_entries(2048, 144, 1)
+    compile_hot_entries(512, 128, 4)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,12 @@ UNSUPPORTED: Mapping[str, Schema] = {
     "format": {"type": "string", "format": "frobnicated"},
     "multipleOf": {"type": "number", "multipleOf": 0.000123},
     "maxProperties": {"type": "object", "maxProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}},
+    "pattern": {"type": "string", "pattern": "(?=a)"},
+    "patternProperties": {"type": "object", "patternProperties": {"a": {}, "b": {"type": "string"}}},
+    "minimum": {"type": "number", "minimum": 1e300},
+    "$ref": {"$ref": "https://example.com/other.json"},
+    "minProperties": {"type": "object", "minProperties": 2},
+    "enum": {"properties": {"a": {"enum": ["\x01"]}}},
     "maxLenght": {"type": "string", "maxLenght": 3},
 }
 """A schema for each keyword that is refused, by the name that the refusal has."""

@@ -37,11 +37,15 @@ class Answer:
     """The content, a chunk each."""
     reasoning: Sequence[str] = ()
     """What comes before it as `reasoning_content`, a chunk each."""
+    calls: Sequence[Mapping[str, object]] = ()
+    """Pieces of calls of tools behind the content, a chunk each."""
     finish: str = "stop"
     """The reason why the answer ended."""
     status: int = 200
     message: str = ""
     """Of the error, where there is one."""
+    param: str | None = None
+    """The field that the error is about."""
     retry_after: str | None = None
     hold_after: int | None = None
     """Pieces after which the stream waits for `release`, or for the client to go."""
@@ -79,6 +83,8 @@ class StubServer(ThreadingHTTPServer):
         self.texts: list[str] = []
         """The same, as they came."""
         self.api_key: str | None = None
+        self.tools_refusal: str | None = None
+        """Why `/server_info` says that requests with tools are refused."""
         self.openapi: Mapping[str, object] = OPENAPI
         super().__init__(("127.0.0.1", 0), _Handler)
 
@@ -98,7 +104,7 @@ class StubServer(ThreadingHTTPServer):
         self.script.clear()
         self.bodies.clear()
         self.texts.clear()
-        self.api_key = None
+        self.api_key = self.tools_refusal = None
 
 
 @contextmanager
@@ -147,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sightline", "max_model_len": 8192}
             self._send_json({"object": "list", "data": [model]})
+        elif self.path == "/server_info":
+            self._send_json({"tools_refusal": self.server.tools_refusal})
         elif self.path == "/openapi.json":
             self._send_json(self.server.openapi)
         else:
@@ -164,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.status == 200:
             self._stream(answer)
         else:
-            self._refuse(answer.status, answer.message, answer.retry_after)
+            self._refuse(answer.status, answer.message, answer.retry_after, answer.param)
 
     def _is_known(self) -> bool:
         key = self.server.api_key
@@ -196,8 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
         self.connection.settimeout(None)
 
-    def _refuse(self, status: int, message: str, retry_after: str | None = None) -> None:
-        error = {"message": message, "type": "error", "param": None, "code": None}
+    def _refuse(self, status: int, message: str, retry_after: str | None = None, param: str | None = None) -> None:
+        error = {"message": message, "type": "error", "param": param, "code": None}
         headers = {} if retry_after is None else {"Retry-After": retry_after}
         self._send_json({"error": error}, status, headers)
 
@@ -226,14 +234,20 @@ class _Handler(BaseHTTPRequestHandler):
 _HOLD = b": held\n\n"
 
 
+def _delta(delta: Mapping[str, object]) -> bytes:
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
 def _events(answer: Answer) -> Iterator[bytes]:
     for piece in answer.reasoning:
-        yield event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}, "finish_reason": None}]})
+        yield _delta({"reasoning_content": piece})
     for index, piece in enumerate(answer.pieces):
         if index == answer.hold_after:
             yield _HOLD
         time.sleep(answer.pause)
         yield event(chunk(piece))
+    for call in answer.calls:
+        yield _delta({"tool_calls": [call]})
     if answer.hold_after == len(answer.pieces):
         yield _HOLD
     if answer.fails:

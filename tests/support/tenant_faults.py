@@ -192,8 +192,8 @@ def give_places_by_connection(patch: pytest.MonkeyPatch) -> None:
     """Every request comes from a caller of its own."""
     caller, numbers = Keyring.caller, itertools.count()
 
-    def alone(keys: Keyring, authorization: bytes | None) -> str:
-        return f"{caller(keys, authorization)} {next(numbers)}"
+    def alone(keys: Keyring, authorization: bytes | None, api_key: bytes | None = None) -> str:
+        return f"{caller(keys, authorization, api_key)} {next(numbers)}"
 
     patch.setattr(Keyring, "caller", alone)
 

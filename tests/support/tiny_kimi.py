@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from transformers import (
     KimiLinearConfig,
@@ -38,7 +39,7 @@ def _kimi(common: Sizes, **options: object) -> PreTrainedModel:
 
 
 def _bailing(common: Sizes, **options: object) -> PreTrainedModel:
-    # Imported here: older releases of transformers do not have it.
+    pytest.importorskip("transformers.models.bailing_hybrid", reason="older releases of transformers do not have it")
     from transformers import BailingHybridConfig, BailingHybridForCausalLM
 
     given: Sizes = {"head_dim": 14, "short_conv_kernel_size": 3, "first_k_dense_replace": 1, "rope_theta": 100.0}

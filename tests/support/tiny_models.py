@@ -36,7 +36,8 @@ from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
+from sightline.runner.runtime import Runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.tiny_deepseek import DEEPSEEK, DENSE_DEEPSEEK
 from support.tiny_gemma4 import GEMMA4

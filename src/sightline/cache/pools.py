@@ -18,6 +18,7 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import PoolSpec
 from sightline.cache.states import StatePool
 from sightline.cache.table import PageTable
+from sightline.cache.watcher import UNWATCHED, CacheWatcher
 from sightline.core.batch import PADDING_SLOT
 from sightline.core.errors import BatchError
 from sightline.core.lengths import moved
@@ -68,8 +69,11 @@ class Pool:
         *,
         poison: bool,
         on_host: bool = False,
+        watcher: CacheWatcher = UNWATCHED,
     ) -> None:
-        """`on_host` keeps the entries in host memory. The page table is on the device either way."""
+        """`on_host` keeps the entries in host memory. The page table is on the device either way. `watcher` hears of
+        copies."""
+        self._watcher = watcher
         self.key = key
         self.is_on_host = on_host
         self.spec = spec
@@ -241,6 +245,7 @@ class Pool:
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the entries that the first tokens of one page complete to another."""
+        self._watcher.copies_page(self.key, source, target, num_tokens)
         size = self.entries_per_page
         first, to, count = source * size, target * size, num_tokens * size // self.page_size
         for plane in self._planes.values():
@@ -250,6 +255,7 @@ class Pool:
         """Copies entries from slots to other slots, in stream order. A slot may be both: sources are read first."""
         if not sources:
             return
+        self._watcher.moves_entries(self.key, sources, targets)
         there, here = moved([sources, targets], self.table.pages.device)
         for plane in self._planes.values():
             # As bytes, because not every device supports indexed writes of 8-bit floats.

@@ -416,6 +416,18 @@ class StateTable:
         self._allocator.share([checkpoint.slot])
         self._held[row][checkpoint.position] = (checkpoint.slot, checkpoint.generation)
 
+    def tell(self, row: int, read: Mapping[int, int], written: Mapping[int, int]) -> None:
+        """Gives a row exactly these slots, by the number of tokens that their states are behind: committed ones to
+        `read`, and claims to be `written`. For tables whose slots another one allocates."""
+        self._held[row] = {
+            position: (slot, self._allocator.generation(slot)) for position, slot in {**read, **written}.items()
+        }
+        self._claims[row], self._pins[row] = list(written), set(written)
+        for stage, told in ((_COMMITTED, read), (_CLAIMED, written)):
+            for position, slot in told.items():
+                self._writers[slot], self._positions[slot] = self._sequences[row], position
+                self._stages[slot] = stage
+
     def _require_kept(self, checkpoint: StateCheckpoint) -> None:
         slot, generation, position = checkpoint
         is_same = self._allocator.generation(slot) == generation and self._positions[slot] == position

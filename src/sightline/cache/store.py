@@ -15,6 +15,7 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import Bundle, BundlePages, CacheLimits, GroupCache, Pool
 from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.states import StateCheckpoint, StatePool, StateTable
+from sightline.cache.watcher import UNWATCHED, CacheWatcher
 from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import BatchError, OutOfPages
 from sightline.core.pool_rows import PoolPages
@@ -86,25 +87,27 @@ class CacheStore:
         drafting: Sequence[Sequence[GroupCacheSpec]] = (),
         poison: bool = False,
         make_allocator: Callable[[int], PageAllocator] = PageAllocator,
+        watcher: CacheWatcher = UNWATCHED,
     ) -> None:
-        """`specs` are the groups of the model; `drafting` has those of each network that drafts for it."""
+        """`specs` are the groups of the model; `drafting` has those of each network that drafts for it. `watcher` hears
+        of copies in the pools of the model."""
         self.limits = limits
         self.device = device
 
-        def make_pool(spec: GroupCacheSpec, pool: PoolSpec) -> Pool:
+        def make_pool(spec: GroupCacheSpec, pool: PoolSpec, watcher: CacheWatcher) -> Pool:
             allocator, key = make_allocator(limits.num_pages), f"{spec.group}.{pool.name}"
-            return Pool(key, pool, limits, device, allocator, poison=poison, on_host=spec.on_host)
+            return Pool(key, pool, limits, device, allocator, poison=poison, on_host=spec.on_host, watcher=watcher)
 
         # A network that embeds has none: its steps keep nothing.
         num_states = limits.max_rows * limits.states_per_row + limits.max_checkpoints
         num_slots = PADDING_PAGES + num_states if num_states else 0
 
-        def make_group(spec: GroupCacheSpec) -> GroupCache:
-            pools = {pool.name: make_pool(spec, pool) for pool in spec.pools}
+        def make_group(spec: GroupCacheSpec, watcher: CacheWatcher) -> GroupCache:
+            pools = {pool.name: make_pool(spec, pool, watcher) for pool in spec.pools}
             return GroupCache(spec.group, pools, StatePool(spec.states, num_slots, device))
 
-        def make_network(specs: Sequence[GroupCacheSpec]) -> NetworkCache:
-            groups = [make_group(spec) for spec in specs]
+        def make_network(specs: Sequence[GroupCacheSpec], watcher: CacheWatcher = UNWATCHED) -> NetworkCache:
+            groups = [make_group(spec, watcher) for spec in specs]
             recurrent = [group.states for group in groups if group.states.is_used]
             if not recurrent:
                 return NetworkCache(groups, RowLengths(limits.max_rows))
@@ -113,7 +116,7 @@ class CacheStore:
             )
             return NetworkCache(groups, RowLengths(limits.max_rows, table))
 
-        self.networks = tuple(make_network(each) for each in (specs, *drafting))
+        self.networks = (make_network(specs, watcher), *map(make_network, drafting))
         self.main = self.networks[0]
         """The model's own cache."""
         self.groups, self.lengths = self.main.groups, self.main.lengths

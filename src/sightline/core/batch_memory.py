@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from sightline.core.staging import StagingRing
 
 class BatchMemory:
     """The memory of a batch's tensors, which another batch may reuse; `tenant` counts the reuses."""
+
+    is_fixed: ClassVar[bool] = False
+    """True if a captured step may read it."""
 
     def __init__(self) -> None:
         self.tenant = 0
@@ -55,6 +59,8 @@ class StepShape:
 
 class StaticMemory(BatchMemory):
     """Tensors at fixed addresses, for one batch of the shape at a time."""
+
+    is_fixed = True
 
     def __init__(self, shape: StepShape, num_slot_columns: int, device: torch.device, ring: StagingRing) -> None:
         """`ring` must have buffers of `num_numbers(shape, num_slot_columns)`."""

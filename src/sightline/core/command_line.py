@@ -10,9 +10,10 @@ from sightline.core.config import EngineConfig
 from sightline.core.settings import stated
 
 WITHOUT_ATTENTION = (
-    *("model", "max_queued_requests", "tensor_parallel_size", "async_scheduling", "require_proof", "seed"),
+    *("model", "max_queued_requests", "async_scheduling", "require_proof", "seed"),
     *("chat_template", "skip_tokenizer_init", "skip_weight_check", "max_step_ms", "strict", "paranoid"),
     *("layer_kernels", "cuda_graph_sizes", "enforce_eager", "speculative_config", "host_cache_gib"),
+    *("tool_call_parser", "reasoning_parser", "dist_timeout", "enable_two_batch_overlap"),
 )
 """Settings that change nothing that is asked of attention, and the model, which is always named."""
 

@@ -14,7 +14,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.hisparse import read_hisparse
 from sightline.core.request import SamplingParams
 from sightline.core.settings import alias, check_settings, keywords, setting, stated
-from sightline.core.speculation import read_speculation
+from sightline.core.speculation import FROZEN_KV_MTP, read_speculation
 
 
 class Task(Enum):
@@ -57,6 +57,8 @@ PAGE_SIZES = {"cpu": 16, "cuda": 64}
 """On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
 MEMORY_FRACTIONS = {"cpu": 0.5, "cuda": 0.9}
 """A CPU's memory is shared with others; a card is the engine's alone."""
+MOST_RANKS = 64
+"""Processes that may share a model."""
 _answering = keywords(
     ConfigError, "a setting of the engine", dict.fromkeys(stated(SamplingParams), "a sampling parameter")
 )
@@ -89,6 +91,11 @@ class KeptSettings:
         False, "Load weights without looking for NaN and infinities, which saves one pass over them."
     )
     paranoid: bool = setting(False, "Fingerprint the contents of plans, and poison unused cache.")
+    enable_two_batch_overlap: bool = setting(
+        False,
+        "With several processes, cut large steps in two, so that one half computes while the other waits for sums.",
+        only_generates=True,
+    )
 
 
 @_answering
@@ -159,7 +166,7 @@ class EngineConfig(KeptSettings):
     )
     enable_hisparse: bool = setting(
         False,
-        "Keep the entries of layers that attend to chosen tokens in host memory, and hot ones of each sequence on the "
+        "Keep the entries of layers that attend to chosen entries in host memory, and hot ones of each sequence on the "
         "device: the cache holds longer and more texts.",
         only_generates=True,
     )
@@ -195,9 +202,34 @@ class EngineConfig(KeptSettings):
         choices=("auto", *(each.value for each in LayerKernels)),
     )
     max_queued_requests: int = setting(1024, "Sequences that may wait; further ones are refused at once.", low=1)
-    tensor_parallel_size: int = setting(1, "Devices that share the model; only 1 is supported yet.", low=1)
+    tensor_parallel_size: int = setting(
+        1,
+        "Processes among which every layer is divided, one for each GPU; on a CPU they share its cores.",
+        low=1,
+        high=MOST_RANKS,
+        flags=("-tp",),
+        only_generates=True,
+    )
+    dist_timeout: float = setting(
+        20.0,
+        "Seconds after which a process of a model that is divided, and that takes part in no step, counts as lost. All "
+        "of them end then, and a server starts them again.",
+        low=0,
+        high=3600,
+        excludes_low=True,
+        only_generates=True,
+    )
     chat_template: str | None = setting(
         None, "Path of a Jinja template that replaces the model's own.", only_generates=True
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes calls of tools: auto finds out from its response_template or chat template; none refuses "
+        "tools; otherwise a name of docs/tools.md.",
+        only_generates=True,
+    )
+    reasoning_parser: str = setting(
+        "auto", "How the model writes reasoning: auto, none or a name, as tool_call_parser.", only_generates=True
     )
     skip_tokenizer_init: bool = setting(False, "Do without a tokenizer: prompts are token ids.")
     strict: bool = setting(False, "Make every degradation an error.")
@@ -213,9 +245,12 @@ class EngineConfig(KeptSettings):
                 "keeps three, and no backend reads it; use fp8_e4m3"
             )
         check_settings(self, ConfigError)
-        if self.tensor_parallel_size != 1:
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
+        elif self.enable_two_batch_overlap:
             raise ConfigError(
-                f"expected tensor_parallel_size 1, got {self.tensor_parallel_size}: more is not supported yet"
+                "expected a tensor_parallel_size above 1 with enable_two_batch_overlap, which hides what several "
+                "processes exchange, got 1; leave one out"
             )
         if read_speculation(self.speculative_config) is not None and self.async_scheduling:
             raise ConfigError(
@@ -237,6 +272,25 @@ class EngineConfig(KeptSettings):
         for name, each in stated(type(self)).items():
             if each.only_generates and self.task == Task.EMBED.value and vars(self)[name] != each.default:
                 raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")
+
+    def _check_ranks(self) -> None:
+        """Raises for settings that several ranks do not have."""
+        speculation = read_speculation(self.speculative_config)
+        method = "" if speculation is None else speculation.method
+        refused = {
+            "enable_hisparse": (self.enable_hisparse, "hot entries are looked up by one process"),
+            f"the method {FROZEN_KV_MTP.name}": (
+                method == FROZEN_KV_MTP.name,
+                "it reads the keys and values of all heads, of which each process has some",
+            ),
+            "host_cache_gib": (self.host_cache_gib > 0, "pages of several ranks cannot be kept in host memory yet"),
+        }
+        for name, (is_asked, why) in refused.items():
+            if is_asked:
+                raise ConfigError(
+                    f"expected tensor_parallel_size 1 with {name}, got {self.tensor_parallel_size}: {why}; leave one "
+                    "of them out"
+                )
 
 
 @_answering

@@ -155,6 +155,10 @@ class DeviceMemory:
     held_bytes: int
     """What torch holds on a card for this process, in use or cached; 0 on a CPU."""
 
+    def of_one(self, count: int) -> DeviceMemory:
+        """The part of one of `count` processes that share the memory alike."""
+        return DeviceMemory(self.total_bytes // count, self.free_bytes // count, self.held_bytes)
+
 
 def device_memory(device: Device) -> DeviceMemory:
     """Reads the memory of a device, after handing back what torch caches on a card."""

@@ -1,4 +1,4 @@
-"""All environment variables that Sightline reads. A malformed value raises.
+"""All environment variables that Sightline reads, or sets for a library. A malformed value raises.
 
 Does not know what is in the folders that it names.
 """
@@ -25,6 +25,11 @@ def api_keys() -> tuple[str, ...]:
             "expected keys with commas between them in SIGHTLINE_API_KEY, got an empty one; unset it for none"
         )
     return keys
+
+
+def keep_ranks_local() -> None:
+    """Lets NCCL connect over the loopback interface alone, unless the user names another one: all ranks are here."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def proof_folder() -> Path:

@@ -17,6 +17,7 @@
     │   └── LaneBusyError        a second thread came into a lane while another was in it
     ├── OutOfPages               a pool has fewer free pages than asked for
     ├── DeviceFaultError         the device failed in a way that nothing on it survives
+    │   └── RankLostError        another process that has a part of the model died, or does not answer
     └── EngineClosedError        work was given to an engine that has been shut down
 
 A message says what was expected, what came, and what to do.
@@ -106,6 +107,10 @@ class OutOfPages(SightlineError):  # noqa: N818 - the name is the condition, as 
 
 class DeviceFaultError(SightlineError):
     """The device failed in a way that nothing on it survives."""
+
+
+class RankLostError(DeviceFaultError):
+    """Another process that has a part of the model died, or does not answer: nothing that they compute can go on."""
 
 
 class EngineClosedError(SightlineError):

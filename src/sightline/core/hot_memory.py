@@ -18,6 +18,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.hisparse import HiSparse, read_hisparse
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, gibibytes
+from sightline.core.page_shape import entries_per_page
 
 HOST_SHARE = 2
 """On a GPU, entries may take 1 / HOST_SHARE of the host memory that is free: it is shared with others."""
@@ -34,17 +35,30 @@ class ChosenFacts:
     num_groups: int = 0
     num_layers: int = 0
     elements: int = 0
-    """Elements of a token's entries in all of these layers."""
+    """Elements of an entry in all of these layers."""
     widths: int = 0
     """Elements of one layer's entry, summed over the groups."""
+    tokens_per_entry: int = 1
+    """The tokens that an entry stands for; of several groups the fewest, so that sizes are upper bounds."""
+
+    def entries(self, num_tokens: int) -> int:
+        """The entries that so many tokens complete."""
+        return num_tokens // self.tokens_per_entry
+
+    def elements_per_page(self, page_size: int) -> int:
+        """Elements of a page's entries. Raises `ConfigError` if entries do not fit pages."""
+        return self.elements * entries_per_page(page_size, self.tokens_per_entry) if self.top_k else 0
 
     def __add__(self, other: ChosenFacts) -> ChosenFacts:
+        if not (self.num_groups and other.num_groups):
+            return self if self.num_groups else other
         return ChosenFacts(
             max(self.top_k, other.top_k),
             self.num_groups + other.num_groups,
             self.num_layers + other.num_layers,
             self.elements + other.elements,
             self.widths + other.widths,
+            min(self.tokens_per_entry, other.tokens_per_entry),
         )
 
 
@@ -64,12 +78,13 @@ class HotDemand(NamedTuple):
         """Device memory per row: entries, their places and ages, a map of places, and scratch."""
         facts = self.facts
         held = self.buffer * (facts.elements * self.itemsize + 8 * facts.num_layers)
-        return held + facts.num_groups * (4 * (self.model_len + 1) + 8 * self.buffer + 16 * facts.top_k)
+        places = facts.entries(self.model_len) + 1
+        return held + facts.num_groups * (4 * places + 8 * self.buffer + 16 * facts.top_k)
 
     @property
     def fixed_bytes(self) -> int:
         """Device memory for staged contexts and the entries of a step."""
-        return self.facts.widths * self.itemsize * (self.model_len + self.step_tokens)
+        return self.facts.widths * self.itemsize * (self.facts.entries(self.model_len) + self.step_tokens)
 
     def num_bytes(self, max_rows: int) -> int:
         """Returns the device memory for that many rows, and the padding row."""
@@ -80,8 +95,8 @@ def demand_of(hisparse: HiSparse, facts: ChosenFacts, itemsize: int, model_len: 
     """Returns the demand of a model's hot entries. Raises `ConfigError` if the settings do not fit the model."""
     if not facts.top_k:
         raise ConfigError(
-            "expected a model whose layers attend to chosen tokens (DeepSeek V3.2, GLM-5) with enable_hisparse, got "
-            "one whose layers do not, or choose entries of several tokens (DeepSeek V4); leave it out"
+            "expected a model whose layers attend to chosen entries (DeepSeek V3.2, DeepSeek V4, GLM-5) with "
+            "enable_hisparse, got one whose layers do not; leave it out"
         )
     if hisparse.top_k not in (None, facts.top_k):
         raise ConfigError(
@@ -202,11 +217,12 @@ class PageShape(NamedTuple):
     """Elements of a page's entries that stand for several tokens each, in all pools and layers."""
 
     def split(self, host_elements: int = 0) -> CachePage:
-        """Returns the size of a page whose tokens have `host_elements` elements each in host memory."""
+        """Returns the size of a page of which `host_elements` elements are in host memory."""
         size = self.itemsize * self.num_tokens
         scales = self.scale_bytes * self.num_tokens
         compressed = self.compressed * self.itemsize
-        return CachePage(self.num_tokens, self.elements * size + scales + compressed, host_elements * size)
+        on_host = host_elements * self.itemsize
+        return CachePage(self.num_tokens, self.elements * size + scales + compressed, on_host)
 
 
 class LongestRow(NamedTuple):
@@ -260,7 +276,7 @@ def size_cache(
     rows = rows_with_hot_entries(demand, room, max_rows, config.max_num_seqs, ledger)
     pages = count_host_pages(
         config.cache_tokens,
-        shape.split(chosen.elements),
+        shape.split(chosen.elements_per_page(shape.num_tokens)),
         room,
         rows * pages_per_row,
         device,

@@ -6,7 +6,6 @@ Owns sampling parameters and output shapes. Does not know tokenizers, scheduling
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,9 +13,12 @@ from functools import cached_property
 from numbers import Integral
 from typing import TypeAlias, cast
 
+from sightline.core.answer_format import AnswerReading, AnswerRule, HeldAnswer
+from sightline.core.conversation import AnswerEvent, ToolCall
 from sightline.core.errors import RequestError
 from sightline.core.settings import Setting, check_settings, keywords, setting
 from sightline.core.structured import StructuredOutputs, read_structured_outputs
+from sightline.core.token_lists import NO_BIAS, LogitBias, TokenIds
 from sightline.core.words import MEANINGS
 
 MAX_COUNT = 2**31 - 1
@@ -41,34 +43,10 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """It ended by itself, and asks for calls of tools."""
     ABORT = "abort"
     ERROR = "error"
-
-
-class LogitBias(tuple[tuple[int, float], ...]):
-    """(token id, offset) pairs by token, each once. Packed once, however many sequences share it."""
-
-    @property
-    def last_token(self) -> tuple[int, ...]:
-        """The token of the last pair, if there is one."""
-        return tuple(token for token, _ in self[-1:])
-
-    @cached_property
-    def packed(self) -> tuple[bytes, bytes]:
-        """The token ids as int64 and the offsets as fp32, both native."""
-        return array("q", [token for token, _ in self]).tobytes(), array("f", [value for _, value in self]).tobytes()
-
-
-NO_BIAS = LogitBias()
-
-
-class TokenIds(tuple[int, ...]):
-    """Ascending token ids, each once. Packed once, however many sequences share them."""
-
-    @cached_property
-    def packed(self) -> bytes:
-        """The ids as native int64."""
-        return array("q", self).tobytes()
 
 
 @keywords(RequestError, "a sampling parameter", dict.fromkeys(MEANINGS.values(), "a setting of the engine"))
@@ -147,6 +125,9 @@ class SamplingParams:
         None, "What the answer must be: one of json (a schema), json_object, regex, choice and grammar (Lark)."
     )
     """A mapping of its fields is accepted too."""
+    reading: AnswerReading | None = setting(  # noqa: RUF009 - the default is None
+        None, "How reasoning and calls of tools are told apart in the answer's text."
+    )
 
     def __post_init__(self) -> None:
         if self.top_p == 0.0 and type(self.top_p) is not bool:
@@ -159,9 +140,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
         object.__setattr__(self, "structured_outputs", read_structured_outputs(self.structured_outputs))
-        if self.structured_outputs is not None and self.ignore_eos:
+        if self.rule is not None and self.ignore_eos:
             raise RequestError(
-                "expected ignore_eos False with structured_outputs, whose grammar says where answers end"
+                "expected ignore_eos False with structured_outputs, strict tools, a tool choice or a budget, whose "
+                "grammar says where answers end"
             )
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
@@ -175,8 +157,15 @@ class SamplingParams:
             raise RequestError(
                 f"expected min_tokens of at most max_tokens, {self.max_tokens}, got {self.min_tokens}; raise max_tokens"
             )
+        if self.reading is not None and not self.detokenize:
+            raise RequestError("expected detokenize with reading, got False: reasoning and calls are found in the text")
         if self.stop and not self.detokenize:
             raise RequestError("expected detokenize with stop, got False: stop strings are found in the text")
+
+    @property
+    def rule(self) -> AnswerRule | None:
+        """What a grammar holds the answer to; None if it is free."""
+        return _rule(self.reading, self.structured_outputs)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -250,6 +239,7 @@ class EffectiveParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    reading: AnswerReading | None = None
 
     @property
     def drawing(self) -> EffectiveParams:
@@ -282,8 +272,13 @@ class EffectiveParams:
         )
 
     @property
+    def rule(self) -> AnswerRule | None:
+        """What a grammar holds the answer to; None if it is free."""
+        return _rule(self.reading, self.structured_outputs)
+
+    @property
     def _max_unread_tokens(self) -> int | None:
-        if self.structured_outputs is not None:
+        if self.rule is not None:
             # A mask depends on every token before it.
             return 0
         if not self.adjusts_logits:
@@ -299,6 +294,12 @@ class EffectiveParams:
             every_output=self.prompt_logprobs is not None,
             max_unread_tokens=self._max_unread_tokens,
         )
+
+
+def _rule(reading: AnswerReading | None, structured: StructuredOutputs | None) -> AnswerRule | None:
+    if reading is None:
+        return structured
+    return HeldAnswer(reading, structured) if reading.is_held or structured is not None else None
 
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...]:
@@ -447,6 +448,10 @@ class CompletionOutput:
     """The stop string or the caller's stop token that ended it; None for the model's own end token."""
     logprobs: tuple[PositionLogprobs, ...] | None = None
     """One per token in `token_ids`, if the request asked for them."""
+    reasoning: str | None = None
+    """The reasoning before `text`, if the request says how it is told apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls that it asks for, if the request says how they are read."""
 
 
 @dataclass(frozen=True)
@@ -486,3 +491,5 @@ class TextDelta:
     """Index of the continuation."""
     stop_reason: int | str | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    events: tuple[AnswerEvent, ...] = ()
+    """Also the reasoning and calls, if the request says how they are read."""

@@ -29,6 +29,8 @@ prefix_caching: cache_prompt prompt_cache disable_prefix_caching no_enable_prefi
 host_cache_gib: enable_hierarchical_cache hicache_ratio kv_offloading_backend cpu_bytes_to_use max_local_cpu_size
 max_queued_requests: max_queue_size max_waiting_requests
 cuda_graph_sizes: cuda_graph_max_bs cudagraph_num_of_warmups max_cudagraph_capture_size
+tool_call_parser: enable_auto_tool_choice tool_parser tool_parser_plugin jinja
+reasoning_parser: enable_reasoning reasoning_format reasoning_budget
 speculative_config: draft_model model_draft assistant_model prompt_lookup_num_tokens draft_max draft_min
 attention_backend: attn_implementation attn_backend flash_attn use_flash_attention_2
 max_tokens: max_new_tokens n_predict num_predict max_length max_output_tokens max_completion_tokens max_gen_len
@@ -54,7 +56,6 @@ LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
 offloading to the host: cpu_offload_gb swap_space offload_folder
 this way of sampling: typical_p top_a top_n_sigma mirostat xtc_probability no_repeat_ngram_size dry_multiplier
 custom processing of logits: logits_processors logits_processor custom_logit_processor
-tools: tools tool_choice enable_auto_tool_choice tool_call_parser reasoning_parser
 another tokenizer: tokenizer tokenizer_mode tokenizer_path tokenizer_revision
 images and sound: limit_mm_per_prompt mm_processor_kwargs mmproj
 """)

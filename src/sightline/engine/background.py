@@ -32,7 +32,7 @@ from sightline.core.request import (
     Terms,
     TextDelta,
 )
-from sightline.core.turns import Turn, is_gone
+from sightline.core.turns import ThreadTurn, is_gone
 from sightline.engine.calls import Encoded, SharedEngine
 from sightline.engine.engine import Engine
 
@@ -144,7 +144,7 @@ class BackgroundSteps:
         finally:
             self._fail_all(EngineClosedError("the engine was shut down before the request was finished"))
 
-    def _advance(self, turn: Turn, first: Callable[[], None] | None) -> None:
+    def _advance(self, turn: ThreadTurn, first: Callable[[], None] | None) -> None:
         """Follows orders, submits requests while there is room, steps until a reader can be answered, and answers."""
         try:
             if first is not None:

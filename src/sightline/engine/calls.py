@@ -21,7 +21,7 @@ from sightline.core.device import same_stream
 from sightline.core.errors import LaneBusyError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.request import CompletionOutput, FinishReason, RequestOutput, Terms, TextDelta, new_request_id
-from sightline.core.turns import Turn, Turns
+from sightline.core.turns import ThreadTurn, Turns
 from sightline.engine.engine import Engine
 from sightline.engine.steps import OutputT, ParamsT, StepLoop
 
@@ -42,16 +42,16 @@ class SharedEngine(Generic[LoopT]):
         self._turns = Turns()
         self._on_stream = same_stream(engine.runtime.config.device)
 
-    def run(self, work: Callable[[Turn], _T]) -> _T:
+    def run(self, work: Callable[[ThreadTurn], _T]) -> _T:
         """Calls `work` while no other thread uses the engine, on one CUDA stream whichever thread it is."""
 
-        def on_stream(turn: Turn) -> _T:
+        def on_stream(turn: ThreadTurn) -> _T:
             with self._on_stream():
                 return work(turn)
 
         return self._turns.run(on_stream)
 
-    def step_until(self, turn: Turn, is_ready: Callable[[], bool]) -> None:
+    def step_until(self, turn: ThreadTurn, is_ready: Callable[[], bool]) -> None:
         """Steps until `is_ready()`, or waits while another thread steps; others may use the engine in between."""
         self._turns.drive_until(turn, is_ready, self.engine.step)
 
@@ -112,7 +112,7 @@ class BatchCall(Generic[_InputT, ParamsT, OutputT]):
                 self._refuse(index, error)
             self._left.popleft()
 
-    def _advance(self, turn: Turn) -> None:
+    def _advance(self, turn: ThreadTurn) -> None:
         """Submits what there is room for, waits until something can be done, and collects."""
         while self._encoded and self._is_due(self._encoded[0][0]):
             self._submit(*self._encoded.popleft())
@@ -163,7 +163,7 @@ class BatchCall(Generic[_InputT, ParamsT, OutputT]):
             if not isinstance(error, LaneBusyError):
                 raise
 
-    def _forget_all(self, _turn: Turn) -> None:
+    def _forget_all(self, _turn: ThreadTurn) -> None:
         with uninterrupted():
             for request_id in self._running:
                 self._engine.forget(request_id)
@@ -205,7 +205,7 @@ class TextStream(Iterator[TextDelta]):
         if not self._ended:
             self._engine.abandon(self.request_id)
 
-    def _read(self, turn: Turn) -> TextDelta | None:
+    def _read(self, turn: ThreadTurn) -> TextDelta | None:
         self._shared.step_until(turn, lambda: self._ended or self._engine.has_delta(self.request_id))
         if self._ended:
             return None
@@ -214,7 +214,7 @@ class TextStream(Iterator[TextDelta]):
             self._end(turn)
         return delta
 
-    def _end(self, _turn: Turn) -> None:
+    def _end(self, _turn: ThreadTurn) -> None:
         self._engine.forget(self.request_id)
         self._ended = True
 

@@ -24,7 +24,7 @@ from sightline.engine.requests import LiveRequest
 from sightline.engine.steps import StepLoop
 from sightline.models.contract import EmbedderDefinition
 from sightline.models.loading.pooling import Pooling, PoolingKind
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.sequence import SequenceState
 

@@ -22,7 +22,7 @@ from sightline.engine.requests import LiveRequest
 from sightline.engine.sampled import sample
 from sightline.engine.steps import StepLoop
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
 from sightline.speculative.drafter import DrafterContext
@@ -91,13 +91,13 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
     def vocab_size(self) -> int:
         return self.runtime.definition.vocab_size
 
-    def prepare(self, params: SamplingParams) -> PendingGrammar | None:
-        """Begins to compile what the parameters hold answers to, so that `submit` need not wait for it once it is
-        settled; None if they hold them to nothing. Thread-safe."""
+    def prepare(self, params: SamplingParams, caller: str = "") -> PendingGrammar | None:
+        """Begins to compile what the parameters hold answers to, in the caller's turn, so that `submit` need not wait
+        for it once it is settled; None if they hold them to nothing. Thread-safe."""
         is_over = self._closed or self._fault is not None
-        if self.grammars is None or params.structured_outputs is None or is_over:
+        if self.grammars is None or params.rule is None or is_over:
             return None
-        return self.grammars.prepare(params.structured_outputs)
+        return self.grammars.prepare(params.rule, caller)
 
     def params(self, request_id: str) -> EffectiveParams:
         """The parameters that the request runs with."""
@@ -138,8 +138,8 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
     ) -> LiveRequest[LiveSequence]:
         request, asked = self._intake.request(prompt_token_ids, params, prompt, terms, now)
         grammar = None
-        if self.grammars is not None and asked.structured_outputs is not None:
-            grammar = self.grammars.prepare(asked.structured_outputs).result()
+        if self.grammars is not None and (rule := asked.rule) is not None:
+            grammar = self.grammars.prepared(rule, terms.caller).result()
             self._tell_of_overlap()
         return LiveRequest(request, start(request, asked, self.tokenizer, grammar), now)
 

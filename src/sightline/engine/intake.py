@@ -88,6 +88,7 @@ class Intake:
             prompt_logprobs=params.prompt_logprobs,
             truncate_prompt_tokens=params.truncate_prompt_tokens,
             structured_outputs=params.structured_outputs,
+            reading=params.reading,
         )
 
     def _check_tokens(self, params: SamplingParams) -> None:

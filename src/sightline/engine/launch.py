@@ -22,7 +22,8 @@ from sightline.core.errors import BatchError, DeviceFaultError, UncapturedPlanEr
 from sightline.core.ledger import Ledger
 from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
-from sightline.runner.build import Runtime
+from sightline.runner.halves import first_half
+from sightline.runner.runtime import Runtime
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.speculative.verification import tree_mask, tree_positions
 
@@ -194,21 +195,39 @@ class StepLauncher(Generic[LifeT]):
             planned = self._plan(batch)
             phases.end(StepPhase.PLAN)
             try:
-                outputs = runtime.runner.forward(planned)
-                states = runtime.runner.states(planned) if runtime.runner.gives_states else None
+                outputs = self._forward(batch, planned)
+                states = None
+                if runtime.runner.gives_states:
+                    states = _joined([runtime.runner.states(each) for each in planned])
                 phases.end(StepPhase.FORWARD)
-                outcome = self._consume(rows, lives, planned.batch.tokens, outputs)
+                tokens = _joined([each.batch.tokens for each in planned])
+                outcome = self._consume(rows, lives, tokens, outputs)
                 phases.end(StepPhase.SAMPLE)
                 return LaunchedStep(tuple(rows), tuple(lives), outcome, started_at, states)
             except BaseException:
-                runtime.planner.take_back(planned)
+                for each in planned:
+                    runtime.planner.take_back(each)
                 raise
 
-    def _plan(self, batch: Batch) -> PlannedBatch:
-        """The planned batch, or the same one in memory of its own if its graph cannot serve the plan."""
+    def _forward(self, batch: Batch, planned: Sequence[PlannedBatch]) -> Tensor:
+        """The outputs of the step, or of its halves, in order."""
+        runner = self._runtime.runner
+        match planned:
+            case [whole]:
+                return runner.forward(whole)
+            case [first, second]:
+                return runner.forward_halves(batch, (first, second))
+            case _:
+                raise ValueError(f"expected a step, or one cut in two, got {len(planned)} parts")
+
+    def _plan(self, batch: Batch) -> tuple[PlannedBatch, ...]:
+        """The planned batch; the same one in memory of its own if its graph cannot serve the plan; or its halves."""
         planner = self._runtime.planner
+        first_rows = first_half(batch) if self._runtime.config.enable_two_batch_overlap else 0
+        if first_rows:
+            return self._runtime.plan_halves(batch, first_rows)
         try:
-            return planner.plan(batch)
+            return (planner.plan(batch),)
         except UncapturedPlanError as error:
             logger.debug("a step of %d rows runs eagerly: %s", batch.num_rows, error)
         self._ledger.degrade(
@@ -219,7 +238,12 @@ class StepLauncher(Generic[LifeT]):
             "declare no graph level",
         )
         self.num_uncaptured += 1
-        return planner.plan(replace(batch))
+        return (planner.plan(replace(batch)),)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after another; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class UnreadTokens(NamedTuple):

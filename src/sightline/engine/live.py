@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from sightline.core.conversation import AnswerEvent, EventKind, collected, merged
 from sightline.core.errors import GrammarError
 from sightline.core.request import (
     CompletionOutput,
@@ -29,6 +30,8 @@ from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.scheduler.trees import ROOT
 from sightline.structured.matcher import CompiledGrammar
+from sightline.text.answers.reader import AnswerReader
+from sightline.text.answers.reading import answer_reader
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -43,6 +46,10 @@ class TextPiece(NamedTuple):
     """Log probabilities of each token, if the request asked for them."""
     offsets: tuple[int, ...]
     """For each of `scores`, where the token's text begins in the text of all generated tokens."""
+    events: tuple[AnswerEvent, ...] = ()
+    """What the text says, instead of `text`, if the request says how it is read."""
+    num_reasoning: int = 0
+    """Its tokens that are reasoning."""
 
 
 @dataclass(eq=False)
@@ -60,6 +67,12 @@ class LiveSequence:
     adjustment: TokenAdjustment | None
     constraint: SequenceConstraint | None = None
     """Its place in the grammar that the answer is held to, if there is one."""
+    reader: AnswerReader | None = None
+    """Tells reasoning and calls apart from `text`, if the request says how."""
+    events: list[AnswerEvent] = field(default_factory=list)
+    """What it says, if there is a reader."""
+    num_reasoning: int = 0
+    """Tokens that were reasoning."""
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -72,6 +85,8 @@ class LiveSequence:
     """Pieces of text that a stream has taken."""
     num_read_tokens: int = 0
     """Generated tokens that a stream has taken."""
+    num_read_events: int = 0
+    num_read_reasoning: int = 0
     end_was_read: bool = False
     """A stream has taken the finish reason."""
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -209,7 +224,7 @@ class LiveSequence:
         num_prompt_tokens = len(sequence.request.prompt_token_ids)
         for token in sequence.tokens[num_prompt_tokens + self.num_taken_in :]:
             ends = token in params.eos_token_ids or token in params.stop_token_ids
-            text = ""
+            text, was_reasoning = "", self._is_reasoning
             if self.detokenizer is not None and (not ends or params.include_stop_str_in_output):
                 text = self.detokenizer.push([token])
             # Counted once its text is there: where an interruption lost it, the token is read again.
@@ -218,7 +233,10 @@ class LiveSequence:
             self._num_characters += len(text)
             if text:
                 self._say(text)
+            self.num_reasoning += was_reasoning or self._is_reasoning
             if self.stops is not None and self._stopped_by_text():
+                return FinishReason.STOP
+            if self.reader is not None and self.reader.is_over:
                 return FinishReason.STOP
             if ends:
                 self.stop_reason = None if token in params.eos_token_ids else token
@@ -227,6 +245,10 @@ class LiveSequence:
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= num_prompt_tokens + params.max_tokens else None
 
+    @property
+    def _is_reasoning(self) -> bool:
+        return self.reader is not None and self.reader.is_reasoning
+
     def finish(self, reason: FinishReason) -> None:
         """Gives out the text that was held back. It may hold a stop string, which then is the end."""
         if self.detokenizer is not None:
@@ -234,7 +256,11 @@ class LiveSequence:
         if reason in (FinishReason.LENGTH, FinishReason.STOP) and self._stopped_by_text():
             reason = FinishReason.STOP
         if self.stops is not None:
-            self.text.append(self.stops.flush())
+            self._pass_on(self.stops.flush())
+        if self.reader is not None:
+            self._tell(self.reader.finish())
+            if reason is FinishReason.STOP and self.reader.has_calls:
+                reason = FinishReason.TOOL_CALLS
         self.finish_reason = reason
 
     def break_off(self, error: str) -> None:
@@ -256,11 +282,15 @@ class LiveSequence:
             return None
         pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
         start, end = self.num_read_tokens, self.num_read_tokens + len(tokens)
+        events, num_reasoning = self.events[self.num_read_events :], self.num_reasoning - self.num_read_reasoning
         scores = () if self.params.logprobs is None else tuple(self._logprobs[start:end])
         self.num_read_pieces += len(pieces)
         self.num_read_tokens += len(tokens)
+        self.num_read_events += len(events)
+        self.num_read_reasoning = self.num_reasoning
         self.end_was_read = self.finish_reason is not None
-        return TextPiece("".join(pieces), tokens, scores, self._offsets_of(start, len(scores)))
+        offsets = self._offsets_of(start, len(scores))
+        return TextPiece("".join(pieces), tokens, scores, offsets, tuple(merged(events)), num_reasoning)
 
     def take_delta(self) -> TextDelta | None:
         """New output since the last call, with the texts of the tokens in log probabilities."""
@@ -276,13 +306,24 @@ class LiveSequence:
             self.sequence.index,
             self.stop_reason,
             None if self.params.logprobs is None else self._named(piece.scores),
+            piece.events,
         )
 
     def output(self) -> CompletionOutput:
         tokens = self.generated()
         reason = None if self.finish_reason is None else self.finish_reason.value
         logprobs = None if self.params.logprobs is None else self._named(self._logprobs[: len(tokens)])
-        return CompletionOutput(self.sequence.index, "".join(self.text), tokens, reason, self.stop_reason, logprobs)
+        said = collected(self.events)
+        return CompletionOutput(
+            self.sequence.index,
+            "".join(self.text),
+            tokens,
+            reason,
+            self.stop_reason,
+            logprobs,
+            said.reasoning,
+            said.calls,
+        )
 
     def prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         """One for each prompt token that was computed; None where nobody asked."""
@@ -305,7 +346,18 @@ class LiveSequence:
     def _say(self, text: str) -> None:
         if self.stops is not None:
             text = self.stops.push(text, may_end=self.num_taken_in > self.params.min_tokens)
-        self.text.append(text)
+        self._pass_on(text)
+
+    def _pass_on(self, text: str) -> None:
+        """Gives text out, or has it read first."""
+        if self.reader is None:
+            self.text.append(text)
+            return
+        self._tell(self.reader.push(text))
+
+    def _tell(self, events: Sequence[AnswerEvent]) -> None:
+        self.events += events
+        self.text += [event.text for event in events if event.kind is EventKind.CONTENT]
 
     def _stopped_by_text(self) -> bool:
         if self.stops is None or self.stops.matched is None:
@@ -329,14 +381,16 @@ def _start_one(
     request, params = sequence.request, replace(asked, seed=derived_seed(asked.seed, sequence.index))
     detokenizer = stops = None
     if tokenizer is not None and params.detokenize:
-        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        kept = frozenset[int]() if params.reading is None else tokenizer.marker_ids(params.reading.format)
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, kept=kept)
     if params.stop:
         stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
     adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
     if params.temperature > 0.0:
         sequence.drawing = params.drawing
     constraint = None if grammar is None else SequenceConstraint(grammar)
-    return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment, constraint)
+    reader = None if params.reading is None else answer_reader(params.reading)
+    return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment, constraint, reader)
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

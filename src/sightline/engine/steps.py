@@ -42,8 +42,8 @@ from sightline.engine.deadlines import Deadlines
 from sightline.engine.launch import Consume, Launch, LaunchedStep, LifeT, StepLauncher
 from sightline.engine.observing import show
 from sightline.engine.requests import LiveRequest
-from sightline.runner.build import Runtime
 from sightline.runner.coordinators import hot_metrics
+from sightline.runner.runtime import Runtime
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
@@ -333,6 +333,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             if self.prefixes is not None and self._fault is None:
                 self.prefixes.close()
         self._closed = True
+        self.runtime.role.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -6,13 +6,14 @@ Owns the tensor names, and the order in which the rows of weights are kept. Does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.absent import AbsentAttention
 from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.compressed import CompressedAttention
@@ -25,8 +26,10 @@ from sightline.layers.recurrent.lightning import LightningAttention
 from sightline.layers.recurrent.mamba import Mamba
 from sightline.layers.recurrent.short_convolution import ShortConvolution
 from sightline.models.compressed import CompressedAttentionDefinition
+from sightline.models.head_parts import heads_of_rank, heads_refusal
 from sightline.models.indexer import IndexerDefinition, half_split_order
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart, Slices, TensorCut, columns, rows, scaled
 from sightline.models.recurrent.gated_delta import GatedDeltaDefinition
 from sightline.models.recurrent.kimi_delta import KimiDeltaDefinition
 from sightline.models.recurrent.lightning import LightningDefinition
@@ -68,6 +71,20 @@ class SoftmaxAttentionDefinition:
         spec = self.spec
         gates = spec.num_q_heads if self.tensors.gated else 0
         return hidden_size * (2 * (spec.num_q_heads + spec.num_kv_heads) + gates) * spec.head_dim
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[SoftmaxAttentionDefinition]:
+        """Some of the heads, and of the outputs that they add to."""
+        part = heads_of_rank(self.spec, rank)
+        if part is None:
+            return RankPart(self, whole=(heads_refusal(self.spec, rank),))
+        dim, queries = self.spec.head_dim, part.queries
+        cuts = {
+            **rows([f"{prefix}.q_proj"], scaled(queries, dim * (2 if self.tensors.gated else 1))),
+            **rows([f"{prefix}.{name}_proj" for name in "kv"], scaled(part.keys, dim)),
+            **columns(f"{prefix}.o_proj", rank, scaled(queries, dim)),
+            f"{prefix}.sinks": Slices(0, (queries,)),
+        }
+        return RankPart(replace(self, spec=part.of(self.spec)), cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
@@ -168,6 +185,15 @@ class BorrowedAttentionDefinition:
     def num_weights(self, hidden_size: int) -> int:
         return 2 * hidden_size * self.spec.num_q_heads * self.spec.head_dim
 
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[BorrowedAttentionDefinition]:
+        """Some of the heads, and of the outputs that they add to."""
+        part = heads_of_rank(self.spec, rank)
+        if part is None:
+            return RankPart(self, whole=(heads_refusal(self.spec, rank),))
+        queries = scaled(part.queries, self.spec.head_dim)
+        cuts = rows([f"{prefix}.q_proj"], queries) | columns(f"{prefix}.o_proj", rank, queries)
+        return RankPart(replace(self, spec=part.of(self.spec)), cuts, is_summed=True)
+
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
     ) -> BorrowedAttention:
@@ -220,6 +246,21 @@ class LatentAttentionDefinition:
         heads = spec.latent_dim * (spec.nope_dim + spec.value_dim) + spec.value_dim * hidden_size
         index = 0 if self.indexer is None else self.indexer.num_weights(hidden_size, self.query_rank or 0)
         return queries + down + spec.num_q_heads * heads + index
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[LatentAttentionDefinition]:
+        """Some of the heads, and of the outputs that they add to. The latent, which all heads read, is whole."""
+        spec = self.spec
+        if spec.num_q_heads % rank.size:
+            return RankPart(self, whole=(f"{spec.num_q_heads} heads cannot be divided among {rank.size} ranks",))
+        heads = rank.share(spec.num_q_heads)
+        queries = "q_proj" if self.query_rank is None else "q_b_proj"
+        cuts: dict[str, TensorCut] = {
+            **rows([f"{prefix}.{queries}"], scaled(heads, spec.nope_dim + spec.rope_dim)),
+            **rows([f"{prefix}.kv_b_proj"], scaled(heads, spec.nope_dim + spec.value_dim)),
+            **rows([f"{prefix}.g_proj"], heads),
+            **columns(f"{prefix}.o_proj", rank, scaled(heads, spec.value_dim)),
+        }
+        return RankPart(replace(self, spec=replace(spec, num_q_heads=len(heads))), cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
@@ -324,6 +365,10 @@ class AbsentAttentionDefinition:
     def num_weights(self, hidden_size: int) -> int:
         del hidden_size
         return 0
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[AbsentAttentionDefinition]:
+        del prefix, rank
+        return RankPart(self)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from sightline.core.errors import UnsupportedModelError
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import BesideTensors, DecoderDefinition, LayerDefinition, layer_prefix
+from sightline.models.decoder import BesideTensors, DecoderDefinition, layer_prefix
 from sightline.models.grouped_experts import corrected_routing, read_experts, typed_expert_layers
 from sightline.models.hybrid_config import EXPERT_NAMES, MAX_SIZE, delta_spec, hybrid_kinds
 from sightline.models.latent_config import INNER_NORMS, latent_spec
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.recurrent.kimi_delta import KimiDeltaDefinition
 from sightline.models.rope_config import rotary_spec, yarn_score_scale

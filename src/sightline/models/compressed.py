@@ -16,19 +16,21 @@ Projections of the same input are joined. Does not know model families.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
+from sightline.distributed.ranks import Rank
 from sightline.layers.compressed import CompressedAttention, CompressedIndexer, CompressorWeights
 from sightline.layers.latent import QueryUp
 from sightline.layers.linear import GroupedLinear, Linear
 from sightline.layers.norm import RmsNorm
 from sightline.models.indexer import JOINED
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart, Slices, columns, rows, scaled
 from sightline.models.weights import WeightReader
 
 
@@ -72,6 +74,23 @@ class CompressedAttentionDefinition:
         index = 0 if self.indexer is None else self.indexer.num_weights(hidden_size, self.query_rank)
         down = hidden_size * (self.query_rank + spec.head_dim + 2 * width)
         return down + heads * self.query_rank + heads * self.group_rank + grouped * hidden_size + index
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[CompressedAttentionDefinition]:
+        """Some of the groups of heads, and of the outputs that they add to. Key, entries and indexer are whole."""
+        if self.num_groups % rank.size:
+            return RankPart(
+                self, whole=(f"{self.num_groups} groups of heads cannot be divided among {rank.size} ranks",)
+            )
+        heads, groups = rank.share(self.spec.num_q_heads), rank.share(self.num_groups)
+        features = scaled(groups, self.group_rank)
+        cuts = {
+            **rows([f"{prefix}.q_b_proj"], scaled(heads, self.spec.head_dim)),
+            f"{prefix}.sinks": Slices(0, (heads,)),
+            **rows([f"{prefix}.o_a_proj"], features),
+            **columns(f"{prefix}.o_b_proj", rank, features),
+        }
+        part = replace(self, spec=replace(self.spec, num_q_heads=len(heads)), num_groups=len(groups))
+        return RankPart(part, cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

@@ -13,8 +13,11 @@ from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import RowMask
+from sightline.core.errors import ConfigError
+from sightline.distributed.ranks import Rank
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
+from sightline.models.parts import RankPart
 from sightline.models.weights import WeightReader
 
 
@@ -157,6 +160,11 @@ class ModelDefinition(Definition):
     @abstractmethod
     def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Model:
         """Builds the network, which gives the states that `taps` names. Every tensor of the checkpoint must be used."""
+
+    def of_rank(self, rank: Rank, *, whole_vocabulary: bool = False) -> RankPart[ModelDefinition]:
+        """The part of a rank. With `whole_vocabulary`, each rank has the vectors and logits of all tokens."""
+        del whole_vocabulary
+        raise ConfigError(f"expected a model that can be divided for {rank}, got one that cannot; use one rank")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Owns the forward. A family's module translates its config to a definition.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from sightline.attention.groups import Lenders
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
+from sightline.core.errors import ConfigError
+from sightline.distributed.ranks import Rank
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
@@ -24,7 +26,7 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.step_tokens import TokenBuffers
 from sightline.layers.stream_mix import StreamRule
 from sightline.layers.streams import StreamHead
-from sightline.models.attention import AttentionDefinition
+from sightline.layers.summed import JoinedProjection, SummedEmbedding
 from sightline.models.contract import (
     NO_TAPS,
     EmbedderDefinition,
@@ -35,8 +37,9 @@ from sightline.models.contract import (
     Taps,
 )
 from sightline.models.decoder_layer import DecoderLayer, StreamBuffers, StreamedLayer, TableBuffers
-from sightline.models.feed_forward import FeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart, TensorCut, rows
 from sightline.models.per_layer_inputs import PerLayerDefinition
 from sightline.models.residual_streams import load_connection, load_head, num_stream_weights
 from sightline.models.weights import WeightReader
@@ -45,48 +48,6 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_PROJECTION = "lm_head.weight"
 PREDICTOR_TENSOR = "eh_proj.weight"
 """A tensor that only layers for multi-token prediction have. It joins a token's embedding with its state."""
-
-
-@dataclass(frozen=True)
-class ResidualFactors:
-    """The factors of a layer whose parts add to the norm that they read.
-
-    stream = kept * norm(stream) + added * part(norm(stream))
-
-    The stream is kept divided by the last `added`, so that a product adds its result as it is; the norm behind it,
-    which does not see the factor, has another epsilon.
-    """
-
-    attention_kept: float
-    attention_added: float
-    feed_forward_kept: float
-    feed_forward_added: float
-
-    @property
-    def attention_factor(self) -> float:
-        """The factor of the norm in the divided stream behind attention."""
-        return self.attention_kept / self.attention_added
-
-    @property
-    def feed_forward_factor(self) -> float:
-        """The same behind the feed-forward."""
-        return self.feed_forward_kept / self.feed_forward_added
-
-
-@dataclass(frozen=True)
-class LayerDefinition:
-    """The properties that may differ from layer to layer."""
-
-    attention: AttentionDefinition
-    rotary: RotarySpec | None
-    """None if the layer does not rotate."""
-    feed_forward: FeedForward
-    lender: int | None = None
-    """The layer whose keys and values it reads; None if it has its own."""
-    residual: ResidualFactors | None = None
-    """None if the parts of the layer add to the stream itself."""
-    has_one_part: bool = False
-    """True if the attention or the feed-forward is absent. The only norm is called `input_layernorm` then."""
 
 
 class BesideTensors(NamedTuple):
@@ -128,6 +89,8 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     """Multiplies the logits."""
     streams: StreamRule | None = None
     """How several residual streams are read and written; None if there is one, to which parts of layers add."""
+    vocabulary: range | None = None
+    """The tokens whose vectors and logits a rank has; None if it has all."""
 
     def __post_init__(self) -> None:
         windows = [spec.window for spec in self.attention_specs() if spec is not None]
@@ -142,6 +105,24 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         """The norm that follows the first `num_layers` layers."""
         before = self.layers[num_layers - 1].residual if num_layers else None
         return self.norms if before is None else self.norms.of_divided(before.feed_forward_added)
+
+    def of_rank(self, rank: Rank, *, whole_vocabulary: bool = False) -> RankPart[DecoderDefinition]:
+        layers = [
+            each.of_rank(layer_prefix(i), mlp_prefix(layer_prefix(i)), rank) for i, each in enumerate(self.layers)
+        ]
+        for index, lender in self.lenders.items():
+            heads, lent = (layers[i].definition.attention.spec for i in (index, lender))
+            if heads is None or lent is None or heads.expanded_dims != lent.expanded_dims or not _agree(heads, lent):
+                raise ConfigError(
+                    f"expected layers {lender} and {index}, which share keys and values, to be divided alike among "
+                    f"{rank.size} ranks, got {lent} and {heads}; use another tensor_parallel_size"
+                )
+        cuts: dict[str, TensorCut] = {name: cut for each in layers for name, cut in each.cuts.items()}
+        vocabulary = None if whole_vocabulary else rank.share(self.num_tokens)
+        if vocabulary is not None:
+            cuts |= rows(["model.embed_tokens", "lm_head"], vocabulary)
+        definition = replace(self, layers=tuple(each.definition for each in layers), vocabulary=vocabulary)
+        return RankPart(definition, cuts, whole=tuple(reason for each in layers for reason in each.whole))
 
     def attention_specs(self) -> tuple[AttentionSpec | None, ...]:
         return tuple(layer.attention.spec for layer in self.layers)
@@ -253,10 +234,18 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
                 )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
+        own, size = self.vocabulary, self.hidden_size
+        num_tokens = self.num_tokens if own is None else len(own)
         if self.tied_embedding:
-            return weights.tied_embedding("model.embed_tokens", self.num_tokens, self.hidden_size)
-        embedding = weights.embedding("model.embed_tokens", self.num_tokens, self.hidden_size)
-        return embedding, weights.projection({"lm_head": self.num_tokens}, self.hidden_size, bias=False)
+            embedding, head = weights.tied_embedding("model.embed_tokens", num_tokens, size)
+        else:
+            embedding = weights.embedding("model.embed_tokens", num_tokens, size)
+            head = weights.projection({"lm_head": num_tokens}, size, bias=False)
+        if own is None:
+            return embedding, head
+        collectives = weights.collectives
+        widths = [len(part) for part in collectives.rank.shares(self.num_tokens)]
+        return SummedEmbedding(embedding, own, collectives), JoinedProjection(head, widths, collectives)
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,11 +409,11 @@ def load_layer(
     return DecoderLayer(
         rotary=described.rotary,
         attention_norm=first,
-        attention=described.attention.load(weights, index, f"{prefix}.{described.attention.stored_as}", hidden_size),
+        attention=described.load_attention(weights, index, prefix, hidden_size),
         # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
-        mlp=described.feed_forward.load(weights, mlp_prefix(prefix), hidden_size),
+        mlp=described.load_feed_forward(weights, mlp_prefix(prefix), hidden_size),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
         per_layer=gate,
         scale=weights.take(f"{prefix}.layer_scalar", (1,)) if definition.scaled_layers else None,
@@ -441,10 +430,10 @@ def load_streamed_layer(
     return StreamedLayer(
         rotary=described.rotary,
         attention_norm=definition.norms.load(weights, f"{prefix}.input_layernorm", size),
-        attention=described.attention.load(weights, index, f"{prefix}.{described.attention.stored_as}", size),
+        attention=described.load_attention(weights, index, prefix, size),
         attention_streams=load_connection(rule, weights, f"{prefix}.attn_hc", size),
         mlp_norm=definition.norms.load(weights, f"{prefix}.post_attention_layernorm", size),
-        mlp=described.feed_forward.load(weights, mlp_prefix(prefix), size),
+        mlp=described.load_feed_forward(weights, mlp_prefix(prefix), size),
         mlp_streams=load_connection(rule, weights, f"{prefix}.ffn_hc", size),
     )
 
@@ -457,3 +446,8 @@ def layer_prefix(index: int) -> str:
 def mlp_prefix(layer: str) -> str:
     """What the names of a feed-forward's tensors begin with, in a layer with this prefix."""
     return f"{layer}.mlp"
+
+
+def _agree(heads: AttentionSpec, lent: AttentionSpec) -> bool:
+    """True if both have as many heads of keys."""
+    return heads.num_q_heads // heads.group_size == lent.num_q_heads // lent.group_size

@@ -20,6 +20,7 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
 from sightline.layers.streams import ResidualStreams, StreamConnection
+from sightline.layers.summed import SummedAttention, SummedMlp
 from sightline.models.attention import AttentionLayer
 from sightline.models.feed_forward import FeedForwardLayer
 
@@ -57,11 +58,11 @@ class DecoderLayer:
 
     rotary: RotarySpec | None
     attention_norm: RmsNorm
-    attention: AttentionLayer
+    attention: AttentionLayer | SummedAttention
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     """The same as `attention_norm` in a layer with one part."""
-    mlp: FeedForwardLayer
+    mlp: FeedForwardLayer | SummedMlp
     mlp_out_norm: RmsNorm | None
     per_layer: PerLayerGate | None = None
     scale: Tensor | None = None
@@ -102,10 +103,10 @@ class StreamedLayer:
 
     rotary: RotarySpec | None
     attention_norm: RmsNorm
-    attention: AttentionLayer
+    attention: AttentionLayer | SummedAttention
     attention_streams: StreamConnection
     mlp_norm: RmsNorm
-    mlp: FeedForwardLayer
+    mlp: FeedForwardLayer | SummedMlp
     mlp_streams: StreamConnection
 
     def __call__(

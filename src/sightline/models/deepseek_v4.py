@@ -19,10 +19,11 @@ from sightline.layers.routing import Routing, Score, Share
 from sightline.layers.stream_mix import StreamRule
 from sightline.models.compressed import CompressedAttentionDefinition, CompressedIndexerDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage
 from sightline.models.grouped_experts import CORRECTED
 from sightline.models.hybrid_config import PREDICTORS
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.rope_config import rotary_spec, same_type_key, state_once
 

@@ -31,10 +31,11 @@ from sightline.layers.sink import Added
 from sightline.layers.source import Given, Normed
 from sightline.models.attention import AttentionLayer
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
-from sightline.models.decoder import Decoder, LayerDefinition
+from sightline.models.decoder import Decoder
 from sightline.models.decoder_layer import TableBuffers
 from sightline.models.drafting import DraftDefinition, LoadedDraft, likeliest
 from sightline.models.feed_forward import FeedForwardLayer
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 

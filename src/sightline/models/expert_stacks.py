@@ -25,9 +25,17 @@ from sightline.models.weights import WeightReader
 class ExpertSizes:
     """The sizes of a layer's experts."""
 
-    num_experts: int
+    held: range
+    """The numbers of those that are loaded."""
     size: int
     hidden_size: int
+    others: bool
+    """True if other ranks have other experts."""
+
+    @property
+    def part(self) -> range | None:
+        """The experts that are loaded; None if these are all."""
+        return self.held if self.others else None
 
 
 def stack_separate(
@@ -35,17 +43,17 @@ def stack_separate(
 ) -> StackedExperts:
     """Experts with a tensor for each of the `parts`, under their number: gate, up and down, or up and down."""
     size, hidden = sizes.size, sizes.hidden_size
-    names = [[f"{prefix}.{number}.{part}_proj.weight" for part in parts] for number in range(sizes.num_experts)]
+    names = [[f"{prefix}.{number}.{part}_proj.weight" for part in parts] for number in sizes.held]
     form = weights.form_of(name for expert in names for name in expert)
     join = _JOINS.get(form, _join_plain)
     gate_up = join(weights, [expert[:-1] for expert in names], (size, hidden))
     down = join(weights, [expert[-1:] for expert in names], (hidden, size))
-    return StackedExperts(gate_up, down, gate, overlaps_on(weights.device), gates_itself=len(parts) == 2)
+    return StackedExperts(gate_up, down, gate, overlaps_on(weights.device), len(parts) == 2, sizes.part)
 
 
 def stack_stacked(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: Gate) -> StackedExperts:
     """Experts that are stored as one tensor, inputs first, gate and up interleaved, with biases."""
-    num_experts, size, hidden = sizes.num_experts, sizes.size, sizes.hidden_size
+    num_experts, size, hidden = len(sizes.held), sizes.size, sizes.hidden_size
     gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     gate_up_bias = _gates_first(weights.take(f"{gate_up_name}_bias", (num_experts, 2 * size)))
     down_bias = weights.take(f"{down_name}_bias", (num_experts, hidden))
@@ -55,10 +63,12 @@ def stack_stacked(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: 
         gate_up = StackedWeights(codes, gate_up_bias, WeightForm.MXFP4, scales)
         codes, scales = weights.take_packed(down_name, shapes[down_name])
         down = StackedWeights(codes, down_bias, WeightForm.MXFP4, scales)
-        return StackedExperts(gate_up, down, gate, overlaps_on(weights.device))
+        return StackedExperts(gate_up, down, gate, overlaps_on(weights.device), held=sizes.part)
     joined = _gates_first(weights.take(gate_up_name, shapes[gate_up_name]).mT)
     down = StackedWeights(weights.take(down_name, shapes[down_name]).mT.contiguous(), down_bias)
-    return StackedExperts(StackedWeights(joined, gate_up_bias), down, gate, overlaps_on(weights.device))
+    return StackedExperts(
+        StackedWeights(joined, gate_up_bias), down, gate, overlaps_on(weights.device), held=sizes.part
+    )
 
 
 def _gates_first(interleaved: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError
+from sightline.distributed.ranks import Rank
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.absent import AbsentMlp
 from sightline.layers.activation import Activation, Gate
@@ -21,6 +22,7 @@ from sightline.layers.mlp import GatedMlp, SelfGatedMlp
 from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, NarrowExperts, SeparateExperts
 from sightline.layers.routing import Routing
 from sightline.models.contract import ExpertStack
+from sightline.models.parts import Nothing, RankPart, Slices, TensorCut, Zeros, columns, moved, rows
 from sightline.models.weights import WeightReader
 
 TOKEN_EXPERTS = "tid2eid"
@@ -44,6 +46,16 @@ class DenseFeedForward:
     def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
         del prefix
         return ()
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[DenseFeedForward]:
+        """Some of the features, and of the outputs that they add to."""
+        own = rank.share(self.intermediate_size)
+        cuts = {
+            **rows([f"{prefix}.gate_proj", f"{prefix}.up_proj"], own),
+            **rows([f"{prefix}.gate_up_proj"], own, moved(own, self.intermediate_size)),
+            **columns(f"{prefix}.down_proj", rank, own),
+        }
+        return RankPart(replace(self, intermediate_size=len(own)), cuts, is_summed=True)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp:
         size, bias = self.intermediate_size, self.bias
@@ -71,6 +83,12 @@ class SelfGatedFeedForward:
         del prefix
         return ()
 
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[SelfGatedFeedForward]:
+        """Some of the features, and of the outputs that they add to."""
+        own = rank.share(self.intermediate_size)
+        cuts = rows([f"{prefix}.up_proj"], own) | columns(f"{prefix}.down_proj", rank, own)
+        return RankPart(replace(self, intermediate_size=len(own)), cuts, is_summed=True)
+
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> SelfGatedMlp:
         up, down = _load_up_and_down(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
         return SelfGatedMlp(up, down, self.activation)
@@ -89,6 +107,10 @@ class AbsentFeedForward:
     def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
         del prefix
         return ()
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[AbsentFeedForward]:
+        del prefix, rank
+        return RankPart(self)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> AbsentMlp:
         del weights, prefix, hidden_size
@@ -133,6 +155,8 @@ class ExpertFeedForward:
     """True if the sigmoid of a product with the input multiplies its result. The weight's name ends with `_gate`."""
     listed_tokens: int | None = None
     """The size of the vocabulary if a table lists the experts of each token; None if the router chooses them."""
+    held: range | None = None
+    """The experts that a rank has; None if it has all. Tokens choose among all, and others add what those give."""
 
     @property
     def reads_tokens(self) -> bool:
@@ -158,12 +182,33 @@ class ExpertFeedForward:
         if self.storage is ExpertStorage.STACKED:
             names = [f"{prefix}.experts.{part}_proj" for part in ("gate_up", "down")]
             return (ExpertStack(tuple(names), (WeightForm.MXFP4,), unused),)
-        names = [
-            f"{prefix}.experts.{number}.{part}_proj.weight"
-            for number in range(self.routing.num_experts)
-            for part in self._parts
-        ]
+        names = [f"{prefix}.experts.{number}.{part}_proj.weight" for number in self._held for part in self._parts]
         return (ExpertStack(tuple(names), (WeightForm.FP8_BLOCKS, WeightForm.MXFP4), unused),)
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[ExpertFeedForward]:
+        """Some of the experts, whole, and some features of the shared feed-forward. The router is whole."""
+        if self.routing.num_experts < rank.size:
+            return RankPart(self, whole=(f"{self.routing.num_experts} experts are fewer than {rank.size} ranks",))
+        held, stack = rank.share(self.routing.num_experts), f"{prefix}.experts"
+        cuts: dict[str, TensorCut] = {}
+        if self.storage is ExpertStorage.STACKED:
+            names = [f"{stack}.{part}_proj{kind}" for part in ("gate_up", "down") for kind in ("", "_bias")]
+            cuts |= {name: Slices(0, (held,)) for name in names}
+        else:
+            others = set(range(self.routing.num_experts)) - set(held)
+            parts = [f"{part}_proj.weight" for part in self._parts]
+            cuts |= {f"{stack}.{number}.{part}": Nothing() for number in others for part in parts}
+        if self.narrow is not None and not rank.leads:
+            cuts[f"{prefix}.fc2_latent_proj.bias"] = Zeros()
+        shared = self.shared
+        if shared is not None:
+            part = shared.of_rank(f"{prefix}.{self.shared_as}".rstrip("."), rank)
+            shared, cuts = part.definition, {**cuts, **part.cuts}
+        return RankPart(replace(self, held=held, shared=shared), cuts, is_summed=True)
+
+    @property
+    def _held(self) -> range:
+        return range(self.routing.num_experts) if self.held is None else self.held
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         stacked = self.storage is ExpertStorage.STACKED
@@ -218,11 +263,11 @@ class ExpertFeedForward:
         separate = self.storage is ExpertStorage.SEPARATE
         if weights.expert_compute is ExpertCompute.ONE_BY_ONE:
             load = self._load_separate if separate else self._load_stacked
-            return SeparateExperts(load(weights, prefix, hidden_size))
+            return SeparateExperts(load(weights, prefix, hidden_size), self.held)
         # Imported here: it needs Triton, which an installation for CPUs does not have.
         from sightline.models.expert_stacks import ExpertSizes, stack_separate, stack_stacked
 
-        sizes = ExpertSizes(self.routing.num_experts, self.intermediate_size, hidden_size)
+        sizes = ExpertSizes(self._held, self.intermediate_size, hidden_size, others=self.held is not None)
         if separate:
             return stack_separate(weights, prefix, sizes, self.gate, parts=self._parts)
         return stack_stacked(weights, prefix, sizes, self.gate)
@@ -231,11 +276,11 @@ class ExpertFeedForward:
         load, size = _load_up_and_down if self.gates_itself else _load_projections, self.intermediate_size
         return tuple(
             Expert(*load(weights, f"{prefix}.{number}", hidden_size, size, bias=False), self.gate, self.gates_itself)
-            for number in range(self.routing.num_experts)
+            for number in self._held
         )
 
     def _load_stacked(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
-        num_experts, size = self.routing.num_experts, self.intermediate_size
+        num_experts, size = len(self._held), self.intermediate_size
         gate_up = weights.take(f"{prefix}.gate_up_proj", (num_experts, hidden_size, 2 * size))
         gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (num_experts, 2 * size))
         down = weights.take(f"{prefix}.down_proj", (num_experts, size, hidden_size))

@@ -14,8 +14,9 @@ from sightline.layers.activation import Activation
 from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.rope_config import rotary_spec, state_once
 from sightline.models.shared_config import FULL, ROPE_IDLE, SLIDING, layer_kinds, layer_windows, one_rotary

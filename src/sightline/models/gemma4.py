@@ -14,8 +14,9 @@ from sightline.layers.activation import Activation
 from sightline.layers.rotary import ProportionalScaling, RotarySpec
 from sightline.models.attention import AttentionTensors, BorrowedAttentionDefinition, SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.per_layer_inputs import PerLayerDefinition
 from sightline.models.rope_config import DEFAULT_THETA, rotary_spec

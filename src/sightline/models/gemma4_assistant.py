@@ -27,10 +27,11 @@ from sightline.layers.scratch import Scratch
 from sightline.models.attention import BorrowedAttentionDefinition
 from sightline.models.config_reader import INFORMATIONAL, ConfigReader
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
-from sightline.models.decoder import Decoder, DecoderDefinition, LayerDefinition
+from sightline.models.decoder import Decoder, DecoderDefinition
 from sightline.models.drafting import DraftDefinition, LoadedDraft
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.gemma4 import read_kinds, read_layers
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.shared_config import FULL, SLIDING
 from sightline.models.weights import WeightReader

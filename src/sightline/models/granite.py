@@ -12,8 +12,9 @@ from sightline.layers.rotary import RotarySpec
 from sightline.layers.routing import Share
 from sightline.models.attention import AttentionDefinition, AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.mamba_config import KINDS, mamba_spec, time_limits
 from sightline.models.recurrent.mamba import MambaDefinition
 from sightline.models.shared_config import FULL, LINEAR, one_rotary, read_routing

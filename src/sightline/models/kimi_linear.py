@@ -9,10 +9,11 @@ from sightline.core.errors import UnsupportedModelError
 from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.config_reader import ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.grouped_experts import corrected_routing, read_experts, typed_expert_layers
 from sightline.models.hybrid_config import EXPERT_NAMES, MAX_SIZE, delta_spec, hybrid_kinds
 from sightline.models.latent_config import INNER_NORMS, latent_spec
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.recurrent.kimi_delta import KimiDeltaDefinition
 from sightline.models.shared_config import FULL, LINEAR

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from sightline.attention.spec import LatentSpec
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import FeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, yarn_score_scale
 

@@ -8,8 +8,9 @@ from sightline.layers.rotary import RotarySpec
 from sightline.layers.routing import Routing, Score, Share
 from sightline.models.attention import AttentionDefinition, AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.recurrent.short_convolution import ShortConvolutionDefinition
 from sightline.models.shared_config import FULL, one_rotary

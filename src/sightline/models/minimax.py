@@ -11,9 +11,10 @@ from sightline.layers.activation import Activation
 from sightline.layers.routing import Share
 from sightline.models.attention import SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition, ResidualFactors
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage
 from sightline.models.hybrid_config import hybrid_kinds
+from sightline.models.layer_definition import LayerDefinition, ResidualFactors
 from sightline.models.norms import NormDefinition
 from sightline.models.recurrent.lightning import LightningDefinition, depth_of
 from sightline.models.shared_config import FULL, LINEAR, one_rotary, read_routing

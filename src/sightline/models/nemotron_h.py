@@ -16,7 +16,7 @@ from sightline.layers.activation import Activation
 from sightline.layers.routing import Score, Share
 from sightline.models.attention import AbsentAttentionDefinition, AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import (
     AbsentFeedForward,
     ExpertFeedForward,
@@ -27,6 +27,7 @@ from sightline.models.feed_forward import (
 )
 from sightline.models.grouped_experts import expert_groups, grouped_routing
 from sightline.models.hybrid_config import PREDICTORS
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.mamba_config import KINDS, mamba_spec, time_limits
 from sightline.models.recurrent.mamba import MambaDefinition
 from sightline.models.shared_config import FULL, LINEAR

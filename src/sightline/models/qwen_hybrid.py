@@ -13,9 +13,10 @@ from sightline.layers.rotary import RotarySpec
 from sightline.layers.routing import Share
 from sightline.models.attention import AttentionDefinition, AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import BesideTensors, DecoderDefinition, LayerDefinition
+from sightline.models.decoder import BesideTensors, DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
 from sightline.models.hybrid_config import PREDICTORS, hybrid_kinds
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.norms import NormDefinition
 from sightline.models.qwen import expert_layers
 from sightline.models.recurrent.gated_delta import DeltaStorage, GatedDeltaDefinition

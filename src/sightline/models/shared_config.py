@@ -13,8 +13,9 @@ from sightline.layers.rotary import RotarySpec
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
-from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, FeedForward
+from sightline.models.layer_definition import LayerDefinition
 from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, same_type_key, state_once
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -17,8 +17,8 @@ from sightline.models.shared_config import rope_section
 
 FULL, SHARED = "full", "shared"
 """The values of `indexer_types`: a layer has an indexer, or takes the choice of the last one before it."""
-ATTENTION = "indexed_attention"
-"""The only value of `layer_types`."""
+ATTENTION, OLDER_NAME = "indexed_attention", "deepseek_sparse_attention"
+"""The only value of `layer_types`, and its name before version 5.22 of transformers. A config has one of them."""
 KEY_NORM_EPSILON = 1e-6
 """The epsilon of the layer norm of index keys. No config has it."""
 
@@ -39,7 +39,8 @@ def sparse_decoder(config: ConfigReader, kinds: Sequence[str], defaults: SparseD
     config.require("rope_interleave", None, True)
     config.require("mlp_bias", None, False)
     config.require("moe_layer_freq", None, 1)
-    config.optional_kinds("layer_types", (ATTENTION,))
+    is_older = OLDER_NAME in (config.optional_list("layer_types") or ())
+    config.optional_kinds("layer_types", (OLDER_NAME if is_older else ATTENTION,))
     groups = {"num_groups": defaults.num_groups, "groups_per_token": defaults.groups_per_token}
     experts = read_experts(config, corrected_routing(config, **groups, scale=2.5), num_shared=1)
     rope = rope_section(config)

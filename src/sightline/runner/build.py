@@ -13,10 +13,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from sightline.attention.backends import registry
-from sightline.attention.bindings import GroupBinding
-from sightline.attention.contract import EntryCoordinator
 from sightline.attention.groups import LayerGroup
-from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
 from sightline.attention.workspace import Workspace
@@ -27,6 +24,7 @@ from sightline.cache.pools import CacheLimits
 from sightline.cache.spec import ScalesByPlane
 from sightline.cache.store import CacheStore
 from sightline.cache.tier import LowerTier
+from sightline.cache.watcher import UNWATCHED, CacheWatcher
 from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels
@@ -34,10 +32,9 @@ from sightline.core.device import DeviceKind, allocated_bytes, detect_device, si
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ResolvedConfig, resolve
+from sightline.distributed.collectives import LONE, Collectives
 from sightline.kernels.cpu.program import CpuLauncher
-from sightline.layers.operations import Operations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
 from sightline.models.decoder import Decoder
@@ -48,16 +45,15 @@ from sightline.models.weights import WeightReader
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, offer_for, tell_choices
 from sightline.runner.compute import linear_maker, make_launcher, make_operations
 from sightline.runner.demand import AttentionUsage, requirement
-from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
 from sightline.runner.networks import (
     DraftRuntime,
     NetworkParts,
-    NetworkRuntime,
     Shared,
     assemble_network,
     owns_entries,
 )
+from sightline.runner.parts import agreed, part_of_rank
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -67,81 +63,13 @@ from sightline.runner.quantised import (
     note_keep,
 )
 from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
-from sightline.runner.runner import Runner
+from sightline.runner.roles import ALONE_ROLE, NOBODY, Role
+from sightline.runner.runtime import Runtime
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
 ModelT = TypeVar("ModelT", bound=Model)
 ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
 """Makes the reader of a checkpoint's weights."""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """All objects that run steps."""
-
-    config: ResolvedConfig
-    definition: Definition
-    store: CacheStore
-    workspace: Workspace
-    network: NetworkRuntime
-    """The model itself."""
-    draft: DraftRuntime
-    """The networks that draft for it."""
-    operations: Operations
-    """Operations with the kernels of the device."""
-    launcher: CpuLauncher
-    """Runs the kernels of a CPU."""
-    times: BuildTimes
-    weight_bytes: int
-    """Card memory that the weights take, measured; 0 if it was not measured, as on a CPU."""
-    tiers: tuple[LowerTier, ...]
-    """Keeps pages that the prefix cache evicts: one, or none if they are lost."""
-
-    @property
-    def bindings(self) -> tuple[GroupBinding, ...]:
-        return self.network.bindings
-
-    @property
-    def selections(self) -> tuple[GroupSelection, ...]:
-        """For each group, the chosen backends and why the others were refused."""
-        return self.network.selections
-
-    @property
-    def planner(self) -> Planner:
-        return self.network.planner
-
-    @property
-    def runner(self) -> Runner:
-        return self.network.runner
-
-    @property
-    def graphs(self) -> Graphs:
-        return self.network.graphs
-
-    @property
-    def networks(self) -> tuple[NetworkRuntime, ...]:
-        """The model, then those that draft for it."""
-        return (self.network, *self.draft.networks)
-
-    @property
-    def memory_taken(self) -> MemoryTaken:
-        """Returns the card memory that the parts take."""
-        graph_bytes = sum(each.graphs.num_bytes for each in self.networks)
-        host_bytes = sum(tier.usage().num_bytes for tier in self.tiers)
-        cache_bytes = self.store.num_bytes + sum(each.num_bytes for each in self.coordinators)
-        return MemoryTaken(
-            self.weight_bytes,
-            cache_bytes,
-            self.workspace.num_bytes,
-            graph_bytes,
-            host_bytes,
-            self.store.host_bytes,
-        )
-
-    @property
-    def coordinators(self) -> tuple[EntryCoordinator, ...]:
-        """The coordinators, which tell backends where entries are: one for each group of each network."""
-        return tuple(each for network in self.networks for each in network.coordinators)
 
 
 @dataclass(frozen=True)
@@ -181,17 +109,21 @@ def build_runtime(
     on_step: OnBuildStep = ignore,
     taps: Taps = NO_TAPS,
     draft: DraftSource | None = None,
+    role: Role = ALONE_ROLE,
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
     `on_step` is told how many tensors are read, beginning with 0 once everything before is done; then, on a GPU, what
     is compiled and captured. No step that is served later compiles anything. `taps` are the states that a drafter
-    takes, `draft` are its networks, if it has any.
+    takes, `draft` are its networks, if it has any. `role` says whether this process has a part of the
+    model, and which.
     """
-    definition = define_model(checkpoint.config, ledger)
-    blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
+    whole = define_model(checkpoint.config, ledger)
+    definition, part = part_of_rank(whole, checkpoint, role.collectives.rank, config, ledger)
+    drawn = draw_up(config, part, definition, AttentionUsage.GENERATE, ledger, draft)
+    blueprint = replace(drawn, config=agreed(drawn.config, role.collectives))
     load_model, load_draft = partial(definition.load, taps=taps), partial(_load_draft, draft)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load_model, load_draft)
+    runtime = _build(blueprint, part, ledger, on_step, definition, load_model, load_draft, role)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
@@ -241,7 +173,7 @@ def draw_up(
                 "a refused guess; use another drafter, or ngram"
             )
         its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
-        facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint is checkpoint)
+        facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint.location == checkpoint.location)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     for each in () if draft is None else draft.definition.networks:
@@ -267,6 +199,7 @@ def _build(
     definition: Definition,
     load: Callable[[WeightReader], ModelT],
     load_draft: Callable[[ModelT, ReaderOf], LoadedDraft],
+    role: Role = ALONE_ROLE,
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
@@ -280,13 +213,13 @@ def _build(
     before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         others = () if blueprint.draft is None else blueprint.draft.definition.target_tensors
-        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others)
+        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others, role.collectives)
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
             draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
-    store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    store = make_store(resolved, groups, role.make_allocator, scales, blueprint.draft_groups, role.watcher)
     most = 0 if resolved.speculation is None else resolved.speculation.num_speculative_tokens
     drafting = [
         NetworkParts(draft_name(number), *each, max_rollout=most)
@@ -304,6 +237,7 @@ def _build(
             draft,
             drafting,
             identity=f"{checkpoint.identity} {resolved.dtype} {resolved.quantization.value}",
+            role=role,
         )
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
@@ -319,6 +253,7 @@ def _reader(
     ledger: Ledger,
     on_step: OnBuildStep,
     loaded_elsewhere: Sequence[str] = (),
+    collectives: Collectives = LONE,
     *,
     drafts: bool = False,
 ) -> WeightReader:
@@ -344,6 +279,7 @@ def _reader(
         expert_compute=expert_compute(config),
         make_linear=linear_maker(config, launcher),
         loaded_elsewhere=loaded_elsewhere,
+        collectives=collectives,
     )
 
 
@@ -360,6 +296,8 @@ def _compiling(config: ResolvedConfig, times: BuildTimes, on_step: OnBuildStep) 
 
 def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
     """Runs a step of each kind on a GPU, and of a few on a CPU that compiles kernels: no request waits for that."""
+    if not runtime.role.leads:
+        return
     if runtime.config.device.kind is not DeviceKind.CUDA:
         if runtime.config.layer_kernels is not LayerKernels.NUMBA:
             return
@@ -374,10 +312,8 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
     """Captures the graphs, or records the programs, that the config asks for."""
-    if runtime.config.graph_sizes:
-        device = runtime.config.device
-        is_card = device.kind is DeviceKind.CUDA
-        recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
+    if runtime.config.graph_sizes and runtime.role.leads:
+        recorder = make_recorder(runtime)
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
                 network.capture(recorder, ledger, on_step)
@@ -386,6 +322,12 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
                 "num_branches",
                 "steps with trees of guesses run eagerly: no attention backend has tree masks in a captured step",
             )
+
+
+def make_recorder(runtime: Runtime) -> Recorder:
+    """What records steps on the runtime's device."""
+    device = runtime.config.device
+    return CudaRecorder(device.torch_device) if device.kind is DeviceKind.CUDA else CpuRecorder(runtime.launcher)
 
 
 def select_backends(
@@ -422,10 +364,11 @@ def make_store(
     make_allocator: Callable[[int], PageAllocator] = PageAllocator,
     scales: ScalesByPlane | None = None,
     drafting: Sequence[Sequence[LayerGroup]] = (),
+    watcher: CacheWatcher = UNWATCHED,
 ) -> CacheStore:
     """Creates the pools of every group. `scales` are those of all layers, None if the cache's dtype has none.
 
-    `drafting` are the groups of each network that drafts; their scales are 1.
+    `drafting` are the groups of each network that drafts; their scales are 1. `watcher` hears of copies.
     """
     is_hot = config.hot_buffer_size > 0
     return CacheStore(
@@ -446,6 +389,7 @@ def make_store(
         ],
         poison=config.paranoid,
         make_allocator=make_allocator,
+        watcher=watcher,
     )
 
 
@@ -461,6 +405,7 @@ def assemble_runtime(
     drafting: Sequence[NetworkParts] = (),
     make_blocks: Callable[[CacheStore, int], BlockStore] = HostBlocks,
     identity: str = "",
+    role: Role = ALONE_ROLE,
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
 
@@ -473,11 +418,14 @@ def assemble_runtime(
     shared = Shared(config, store, workspace, operations, launcher)
     parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
     owned = iter(store.networks)
+    companions = itertools.chain((role.companions(store),), itertools.repeat(NOBODY))
     networks = [
         assemble_network(
             shared,
             each,
             next(owned) if owns_entries(each.groups) else store.main.lent({group.owner for group in each.groups}),
+            next(companions),
+            role.collectives,
         )
         for each in parts
     ]
@@ -494,5 +442,6 @@ def assemble_runtime(
         launcher=launcher,
         times=BuildTimes(),
         weight_bytes=0,
+        role=role,
         tiers=() if blocks is None else (LowerTier(store, blocks, identity),),
     )

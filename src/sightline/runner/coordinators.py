@@ -30,7 +30,7 @@ def make_coordinator(
             f"expected a buffer of hot entries for {group.name}, whose entries are in host memory, got none; use "
             "enable_hisparse, with a model whose layers attend to chosen tokens"
         )
-    copy = _copies_for(config.device)
+    copy = copies_for(config.device)
     return HotEntries(cache, top_k, limits, config.hot_buffer_size, copy, poison=config.paranoid)
 
 
@@ -45,7 +45,7 @@ def hot_metrics(coordinators: Sequence[EntryCoordinator], store: CacheStore) -> 
     }
 
 
-def _copies_for(device: Device) -> FetchEntries:
+def copies_for(device: Device) -> FetchEntries:
     """The kernels that make entries hot."""
     if device.kind is not DeviceKind.CUDA:
         return hot_entries.fetch_entries

@@ -18,12 +18,13 @@ from sightline.attention.contract import BackendContext, EntryCoordinator, StepL
 from sightline.attention.groups import LayerGroup
 from sightline.attention.kinds import Feature
 from sightline.attention.planner import Planner
-from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.attention.workspace import MAIN_LANE, SECOND_LANE, Workspace
 from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.lengths import moved
 from sightline.core.resolution import ResolvedConfig
+from sightline.distributed.collectives import LONE, Collectives
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
@@ -34,6 +35,7 @@ from sightline.runner.coordinators import make_coordinator
 from sightline.runner.graphs import Graphs
 from sightline.runner.progress import OnBuildStep
 from sightline.runner.recording import Recorder
+from sightline.runner.roles import NOBODY, Companions
 from sightline.runner.runner import Runner
 from sightline.runner.sampling.sampler import RowSampling, choose
 
@@ -135,8 +137,17 @@ class Shared:
     launcher: CpuLauncher
 
 
-def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -> NetworkRuntime:
-    """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet."""
+def assemble_network(
+    shared: Shared,
+    parts: NetworkParts,
+    cache: NetworkCache,
+    companions: Companions = NOBODY,
+    collectives: Collectives = LONE,
+) -> NetworkRuntime:
+    """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet.
+
+    `companions` run every step of the network too, and `collectives` are those of its layers.
+    """
     config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
     device, launcher = config.device.torch_device, shared.launcher
     # A captured step is padded to as many rows as it has tokens.
@@ -144,7 +155,9 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     # Tokens that see the context alone are not captured.
     sizes = config.graph_sizes if owns_entries(parts.groups) else ()
     max_rollout = parts.max_rollout if _can_roll_out(sizes, parts.selections) else 0
-    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout)
+    # Halves of a step that is cut in two have a lane each.
+    lanes = (MAIN_LANE, SECOND_LANE) if config.enable_two_batch_overlap and not parts.name else (MAIN_LANE,)
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, lanes, max_rollout)
     caches = [shared.store.cache(group.owner) for group in parts.groups]
     coordinators = tuple(
         make_coordinator(config, group, its, limits) for group, its in zip(parts.groups, caches, strict=True)
@@ -162,7 +175,15 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
         )
         for group, its, selection, coordinator in zip(parts.groups, caches, parts.selections, coordinators, strict=True)
     )
-    planner = Planner(bindings, limits, cache.lengths, workspace, name=f"{parts.name}planner", paranoid=config.paranoid)
+    planner = Planner(
+        bindings,
+        limits,
+        cache.lengths,
+        workspace,
+        name=f"{parts.name}planner",
+        paranoid=config.paranoid,
+        joins_lanes=len(lanes) > 1,
+    )
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
@@ -171,7 +192,7 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
         )
         for lane in limits.lanes
     }
-    runner = Runner(model, planner, activations)
+    runner = Runner(model, planner, activations, companions, collectives)
     graphs = Graphs(sizes, shared.store, cache, planner, bindings)
     return NetworkRuntime(
         cache, bindings, coordinators, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout

@@ -123,9 +123,9 @@ def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
 
 
 def chosen_facts(group: LayerGroup) -> ChosenFacts:
-    """What layers that attend to chosen entries keep of a token."""
-    elements = sum(pool.entry_elements for pool in group.cache_spec(torch.float32).pools)
-    return ChosenFacts(group.spec.top_k or 0, 1, len(group.layers), elements, elements // len(group.layers))
+    """What layers that attend to chosen entries keep of each."""
+    elements, count = sum(pool.entry_elements for pool in group.cache_spec(torch.float32).pools), len(group.layers)
+    return ChosenFacts(group.spec.top_k or 0, 1, count, elements, elements // count, group.spec.tokens_per_entry)
 
 
 def _cache_facts(groups: Sequence[LayerGroup]) -> dict[str, Any]:

@@ -13,23 +13,40 @@ from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.workspace import Lane
 from sightline.core.batch import Batch, BatchId
 from sightline.core.batch_memory import BatchMemory
-from sightline.core.errors import BatchError, UnplannedBatchError
+from sightline.core.errors import BatchError, PlanError, UnplannedBatchError
+from sightline.distributed.collectives import LONE, Collectives
 from sightline.layers.scratch import Activations
 from sightline.models.contract import GivenStates, MadeStates, Model
+from sightline.runner.halves import SecondThread
 from sightline.runner.recording import Recorder, Recording
+from sightline.runner.roles import NOBODY, Companions
 
 
 class Runner:
     """Runs planned batches through one model."""
 
-    def __init__(self, model: Model, planner: Planner, activations: Mapping[Lane, Activations]) -> None:
-        """`activations` has an entry for every lane of the planner: steps of two lanes may run at once."""
+    def __init__(
+        self,
+        model: Model,
+        planner: Planner,
+        activations: Mapping[Lane, Activations],
+        companions: Companions = NOBODY,
+        collectives: Collectives = LONE,
+    ) -> None:
+        """`activations` has an entry for every lane of the planner: steps of two lanes may run at once. `companions`
+        run every step too; `collectives` are those that layers use."""
+        self._companions = companions
+        self._collectives = collectives
+        device = next(iter(activations.values())).device
+        self._second = SecondThread(device) if len(activations) > 1 else None
         self._model = model
         self._planner = planner
         self._activations = activations
         self._recordings: dict[BatchMemory, Recording] = {}
         self.num_replayed = 0
         """Steps that were replayed."""
+        self.num_halved = 0
+        """Steps that were cut in two."""
         self._states_of: dict[Lane, BatchId] = {}
         """The batch whose states the last forward in each lane left behind."""
         for memory in activations.values():
@@ -87,7 +104,7 @@ class Runner:
         current = self._planner.ensure(planned)
         lane = current.plan.certificate.lane
         work = partial(self._run, current, self._activations[lane])
-        with current.in_stream_order():
+        with current.in_stream_order(), self._companions.along(current.batch, is_captured=True):
             recording = self._planner.lanes.run(lane, Depth.RUNNING, recorder.record, work)
         self._planner.pin(current)
         self._recordings[current.batch.memory] = recording
@@ -101,13 +118,41 @@ class Runner:
         try:
             self._planner.launch(current)
             self._states_of[lane] = current.batch.batch_id
-            with current.in_stream_order():
+            with current.in_stream_order(), self._companions.along(current.batch):
                 if recording is not None:
                     return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
                 return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
         except BaseException:
             self._planner.take_back(current)
             raise
+
+    def forward_halves(self, whole: Batch, halves: tuple[PlannedBatch, PlannedBatch]) -> Tensor:
+        """Like `forward`, of a step that is cut in two, each half in a lane of its own. The whole has no plan."""
+        for each in halves:
+            _require_plan(each)
+        if self._second is None or len({each.plan.certificate.lane for each in halves}) < 2:
+            raise PlanError("expected halves planned in two lanes of a runner that has two, got one lane")
+        current = tuple(self._planner.ensure(each) for each in halves)
+        try:
+            for each in current:
+                self._states_of.pop(each.plan.certificate.lane, None)
+                self._give(each.batch, each.plan.certificate.lane, None)
+                self._planner.launch(each)
+            with self._companions.along(whole, [each.batch for each in current]):
+                outputs = self._second.both(*(partial(self._run_half, each) for each in current))
+            self.num_halved += 1
+            for each in current:
+                self._states_of[each.plan.certificate.lane] = each.batch.batch_id
+            return torch.cat(outputs)
+        except BaseException:
+            for each in current:
+                self._planner.take_back(each)
+            raise
+
+    def _run_half(self, current: PlannedBatch) -> Tensor:
+        lane = current.plan.certificate.lane
+        with current.in_stream_order(), self._collectives.in_lane(lane):
+            return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
 
     def _give(self, batch: Batch, lane: Lane, states: Tensor | None) -> None:
         """Copies given states to where the model reads them, which a recording does too."""

@@ -10,9 +10,9 @@ from sightline.core.config import Quantization
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Note
 from sightline.runner.backend_choice import GroupSelection
-from sightline.runner.build import Runtime
 from sightline.runner.memory import memory_ledger
 from sightline.runner.missing import missing_packages
+from sightline.runner.runtime import Runtime
 
 
 def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:

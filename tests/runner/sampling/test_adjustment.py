@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from sightline.core.request import EffectiveParams, LogitBias, TokenIds
+from sightline.core.request import EffectiveParams
+from sightline.core.token_lists import LogitBias, TokenIds
 from sightline.core.transfer import sent
 from sightline.kernels.greedy import best_tokens
 from sightline.runner.sampling.adjust import (

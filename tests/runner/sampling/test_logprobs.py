@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.core.request import EffectiveParams, LogitBias
+from sightline.core.request import EffectiveParams
+from sightline.core.token_lists import LogitBias
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.logprobs import are_finite, read_scores, score_tokens
 from sightline.runner.sampling.sampler import RowSampling

@@ -9,7 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sightline.core.request import EffectiveParams, LogitBias
+from sightline.core.request import EffectiveParams
+from sightline.core.token_lists import LogitBias
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.masks import masked, row_masks, unpacked
 from sightline.runner.sampling.sampler import RowSampling, choose, choose_unread

@@ -53,7 +53,7 @@ row_params = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.tuples(row_params, st.integers(0, 2**64 - 1)), min_size=1, max_size=7),
     vocab_size=st.sampled_from([1, 2, 3, 65, 257, 1400]),
@@ -98,7 +98,7 @@ def test_the_winners_are_those_of_the_host_in_a_whole_vocabulary(seed: int) -> N
     assert raced(logits, rows) == draw(logits, rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     params=row_params,
     seed=st.integers(0, 10_000),

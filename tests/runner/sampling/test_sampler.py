@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sightline.core.request import MAX_SEED, EffectiveParams, LogitBias
+from sightline.core.request import MAX_SEED, EffectiveParams
+from sightline.core.token_lists import LogitBias
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.draw import truncated_probabilities
 from sightline.runner.sampling.sampler import RowSampling

@@ -17,8 +17,9 @@ from sightline import LLM, SamplingParams
 from sightline.core.batch import PADDING_ROW, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.config import LayerKernels
-from sightline.core.request import EffectiveParams, LogitBias, TokenIds
+from sightline.core.request import EffectiveParams
 from sightline.core.staging import StagingRing
+from sightline.core.token_lists import LogitBias, TokenIds
 from sightline.core.transfer import Arrival
 from sightline.engine import engine, sampled
 from sightline.kernels.cpu.program import inline_launcher

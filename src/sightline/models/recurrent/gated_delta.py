@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from sightline.attention.contract import ConvWeights
 from sightline.attention.spec import RecurrentSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.linear import Projection
 from sightline.layers.recurrent.gated_delta import GatedDelta
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart, Slices, columns, moved, rows, scaled
 from sightline.models.weights import WeightReader
 
 
@@ -40,6 +42,29 @@ class GatedDeltaDefinition:
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self._num_input_rows + self._out_size)
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[GatedDeltaDefinition]:
+        """Some of the key heads with their heads, and of the outputs that they add to."""
+        spec = self.spec
+        if spec.num_key_heads % rank.size:
+            return RankPart(self, whole=(f"{spec.num_key_heads} key heads cannot be divided among {rank.size} ranks",))
+        keys, heads = rank.share(spec.num_key_heads), rank.share(spec.num_heads)
+        values, all_keys = scaled(heads, spec.value_dim), spec.num_key_heads * spec.key_dim
+        own_keys = scaled(keys, spec.key_dim)
+        mixed = (own_keys, moved(own_keys, all_keys), moved(values, 2 * all_keys))
+        cuts = {
+            **rows([f"{prefix}.in_proj_qkv", f"{prefix}.conv1d"], *mixed),
+            **rows([f"{prefix}.in_proj_z"], values),
+            **rows([f"{prefix}.in_proj_b", f"{prefix}.in_proj_a"], heads),
+            **rows([f"{prefix}.in_proj_qkvz"], scaled(keys, 2 * (spec.key_dim + spec.group_size * spec.value_dim))),
+            **rows([f"{prefix}.in_proj_ba"], scaled(keys, 2 * spec.group_size)),
+            f"{prefix}.A_log": Slices(0, (heads,)),
+            f"{prefix}.dt_bias": Slices(0, (heads,)),
+            **columns(f"{prefix}.out_proj", rank, values),
+        }
+        return RankPart(
+            replace(self, spec=replace(spec, num_heads=len(heads), num_key_heads=len(keys))), cuts, is_summed=True
+        )
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

@@ -11,7 +11,7 @@ Owns the tensor names. Does not know model families.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from sightline.attention.contract import ConvWeights
 from sightline.attention.spec import RecurrentSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.recurrent.kimi_delta import KimiDelta, SecondProducts
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart, Slices, columns, rows, scaled
 from sightline.models.weights import WeightReader
 
 
@@ -44,6 +46,29 @@ class KimiDeltaDefinition:
         size, heads = self._size, self.spec.num_heads
         side = hidden_size * size if self.rank is None else self.rank * (hidden_size + size)
         return hidden_size * (4 * size + heads) + 2 * side
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[KimiDeltaDefinition]:
+        """Some of the heads, and of the outputs that they add to."""
+        spec, shape = self.spec, self.rates_shape
+        if spec.num_heads % rank.size or spec.num_key_heads != spec.num_heads:
+            return RankPart(self, whole=(f"{spec.num_heads} heads cannot be divided among {rank.size} ranks",))
+        heads, axis = rank.share(spec.num_heads), shape.index(spec.num_heads)
+        size = scaled(heads, spec.key_dim)
+        projections = [*"qkv", *(("f_b", "g_b") if self.rank is not None else "fg")]
+        cuts = {
+            **rows([f"{prefix}.{name}_proj" for name in projections], size),
+            **rows([f"{prefix}.b_proj"], heads),
+            **rows([f"{prefix}.{name}_conv1d" for name in "qkv"], size),
+            f"{prefix}.A_log": Slices(axis, (heads,)),
+            f"{prefix}.dt_bias": Slices(0, (size,)),
+            **columns(f"{prefix}.o_proj", rank, size),
+        }
+        part = replace(
+            self,
+            spec=replace(spec, num_heads=len(heads), num_key_heads=len(heads)),
+            rates_shape=(*shape[:axis], len(heads), *shape[axis + 1 :]),
+        )
+        return RankPart(part, cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

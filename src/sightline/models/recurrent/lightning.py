@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from sightline.attention.spec import RecurrentSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.linear import Linear
 from sightline.layers.recurrent.lightning import LightningAttention
 from sightline.models.norms import NormDefinition
+from sightline.models.parts import RankPart
 from sightline.models.weights import WeightReader
 
 _DERIVED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -38,6 +40,11 @@ class LightningDefinition:
 
     def num_weights(self, hidden_size: int) -> int:
         return 5 * hidden_size * self._size
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[LightningDefinition]:
+        """Everything: the output is normalised over all heads together."""
+        del prefix, rank
+        return RankPart(self, whole=("the output of lightning attention is normalised over all heads together",))
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

@@ -10,7 +10,7 @@ Owns the tensor names, and the order in which the rows of weights are kept. Does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from sightline.attention.contract import ConvWeights
 from sightline.attention.spec import RecurrentSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.linear import Linear
 from sightline.layers.norm import GroupNorm
 from sightline.layers.recurrent.mamba import Mamba
 from sightline.layers.time_steps import TimeSteps
+from sightline.models.parts import RankPart, Slices, columns, moved, rows, scaled
 from sightline.models.weights import WeightReader
 
 
@@ -43,6 +45,29 @@ class MambaDefinition:
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self.spec.channels + 2 * self._size + self.spec.num_heads)
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[MambaDefinition]:
+        """Some of the groups of heads, and of the outputs that they add to."""
+        spec = self.spec
+        if spec.num_key_heads % rank.size or self.norm_groups % rank.size:
+            return RankPart(self, whole=(f"{spec.num_key_heads} groups cannot be divided among {rank.size} ranks",))
+        groups, heads = rank.share(spec.num_key_heads), rank.share(spec.num_heads)
+        keys, values, all_keys = scaled(groups, spec.key_dim), scaled(heads, spec.value_dim), self._num_key_rows
+        mixed = (values, moved(keys, self._size), moved(keys, self._size + all_keys))
+        gates, times = values, moved(heads, self._size + spec.channels)
+        cuts = {
+            **rows([f"{prefix}.in_proj"], gates, *(moved(each, self._size) for each in mixed), times),
+            **rows([f"{prefix}.conv1d"], *mixed),
+            **{f"{prefix}.{name}": Slices(0, (heads,)) for name in ("A_log", "dt_bias", "D")},
+            f"{prefix}.norm.weight": Slices(0, (values,)),
+            **columns(f"{prefix}.out_proj", rank, values),
+        }
+        part = replace(
+            self,
+            spec=replace(spec, num_heads=len(heads), num_key_heads=len(groups)),
+            norm_groups=self.norm_groups // rank.size,
+        )
+        return RankPart(part, cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
@@ -69,6 +94,10 @@ class MambaDefinition:
         """Values of all heads."""
         return self.spec.num_heads * self.spec.value_dim
 
+    @property
+    def _num_key_rows(self) -> int:
+        return self.spec.num_key_heads * self.spec.key_dim
+
     def _load_inputs(self, weights: WeightReader, name: str, in_features: int) -> Linear:
         num_rows = self._size + self.spec.channels + self.spec.num_heads
         stored = weights.matrix(f"{name}.weight", (num_rows, in_features), "rows in another order")
@@ -88,5 +117,5 @@ class MambaDefinition:
 
     def _mixed(self, stored: Tensor) -> Tensor:
         """Reorders rows (values, B, C) to (C, B, values)."""
-        first, behind = self._size, self._size + self.spec.num_key_heads * self.spec.key_dim
+        first, behind = self._size, self._size + self._num_key_rows
         return torch.cat((stored[behind:], stored[first:behind], stored[:first]))

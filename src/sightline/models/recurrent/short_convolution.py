@@ -5,12 +5,14 @@ prefix.in_proj has the rows of the input gate, the output gate and the values. O
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from sightline.attention.contract import ConvWeights
 from sightline.attention.spec import ConvolutionSpec
+from sightline.distributed.ranks import Rank
 from sightline.layers.recurrent.short_convolution import ShortConvolution
+from sightline.models.parts import RankPart, columns, moved, rows
 from sightline.models.weights import WeightReader
 
 
@@ -26,6 +28,19 @@ class ShortConvolutionDefinition:
 
     def num_weights(self, hidden_size: int) -> int:
         return 4 * hidden_size * self.spec.channels
+
+    def of_rank(self, prefix: str, rank: Rank) -> RankPart[ShortConvolutionDefinition]:
+        """Some of the channels, and of the outputs that they add to."""
+        count = self.spec.channels
+        if count % rank.size:
+            return RankPart(self, whole=(f"{count} channels cannot be divided among {rank.size} ranks",))
+        own = rank.share(count)
+        cuts = {
+            **rows([f"{prefix}.in_proj"], own, moved(own, count), moved(own, 2 * count)),
+            **rows([f"{prefix}.conv"], own),
+            **columns(f"{prefix}.out_proj", rank, own),
+        }
+        return RankPart(replace(self, spec=replace(self.spec, channels=len(own))), cuts, is_summed=True)
 
     def load(
         self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None

@@ -1,0 +1,84 @@
+"""The definition of one layer of the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sightline.distributed.ranks import Rank
+from sightline.layers.rotary import RotarySpec
+from sightline.layers.summed import SummedAttention, SummedMlp
+from sightline.models.attention import AttentionDefinition, AttentionLayer
+from sightline.models.feed_forward import FeedForward, FeedForwardLayer
+from sightline.models.parts import RankPart
+from sightline.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class ResidualFactors:
+    """The factors of a layer whose parts add to the norm that they read.
+
+    stream = kept * norm(stream) + added * part(norm(stream))
+
+    The stream is kept divided by the last `added`, so that a product adds its result as it is; the norm behind it,
+    which does not see the factor, has another epsilon.
+    """
+
+    attention_kept: float
+    attention_added: float
+    feed_forward_kept: float
+    feed_forward_added: float
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of the norm in the divided stream behind attention."""
+        return self.attention_kept / self.attention_added
+
+    @property
+    def feed_forward_factor(self) -> float:
+        """The same behind the feed-forward."""
+        return self.feed_forward_kept / self.feed_forward_added
+
+
+@dataclass(frozen=True)
+class LayerDefinition:
+    """The properties that may differ from layer to layer."""
+
+    attention: AttentionDefinition
+    rotary: RotarySpec | None
+    """None if the layer does not rotate."""
+    feed_forward: FeedForward
+    lender: int | None = None
+    """The layer whose keys and values it reads; None if it has its own."""
+    residual: ResidualFactors | None = None
+    """None if the parts of the layer add to the stream itself."""
+    has_one_part: bool = False
+    """True if the attention or the feed-forward is absent. The only norm is called `input_layernorm` then."""
+    sums_attention: bool = False
+    """True if its attention has some of the heads only: what all ranks give is summed."""
+    sums_feed_forward: bool = False
+    """The same for its feed-forward."""
+
+    def of_rank(self, prefix: str, mlp: str, rank: Rank) -> RankPart[LayerDefinition]:
+        """The part of a rank. The layer is stored under `prefix`, its feed-forward under `mlp`."""
+        attention = self.attention.of_rank(f"{prefix}.{self.attention.stored_as}", rank)
+        feed_forward = self.feed_forward.of_rank(mlp, rank)
+        part = replace(
+            self,
+            attention=attention.definition,
+            feed_forward=feed_forward.definition,
+            sums_attention=attention.is_summed,
+            sums_feed_forward=feed_forward.is_summed,
+        )
+        return RankPart(part, {**attention.cuts, **feed_forward.cuts}, whole=(*attention.whole, *feed_forward.whole))
+
+    def load_attention(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int
+    ) -> AttentionLayer | SummedAttention:
+        """Loads the attention of the layer that is stored under `prefix`."""
+        part = self.attention.load(weights, layer, f"{prefix}.{self.attention.stored_as}", hidden_size)
+        return SummedAttention(part, hidden_size, weights.collectives) if self.sums_attention else part
+
+    def load_feed_forward(self, weights: WeightReader, prefix: str, hidden_size: int) -> FeedForwardLayer | SummedMlp:
+        """Loads the feed-forward that is stored under `prefix`."""
+        part = self.feed_forward.load(weights, prefix, hidden_size)
+        return SummedMlp(part, hidden_size, weights.collectives) if self.sums_feed_forward else part

@@ -1,0 +1,129 @@
+"""An engine whose model is divided among ranks answers as one that has it alone, with every feature of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+from transformers import PreTrainedModel
+
+from support.hybrids import make_hybrid
+from support.led_engines import alone, answers, config_of, led_engine, sampled
+from support.tiny_deepseek_v4 import make_v4
+from support.tiny_models import make_model
+from support.tiny_mtp import save_with_modules
+from support.tiny_sparse import make_sparse
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "dense": lambda: make_model("llama"),
+    "windowed": lambda: make_model("gemma3"),
+    "sinks and experts": lambda: make_model("gpt_oss"),
+    "latent": lambda: make_model("deepseek_v3"),
+    "hybrid": lambda: make_hybrid("qwen3_next"),
+    "latent hybrid": lambda: make_hybrid("kimi_linear"),
+    "sparse": lambda: make_sparse("deepseek_v32"),
+    "compressed": lambda: make_v4("deepseek_v4"),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "small pages and chunks": {"page_size": 4, "max_num_batched_tokens": 16},
+    "retraction": {"page_size": 4, "cache_tokens": 112, "max_model_len": 80},
+    "overlap": {"async_scheduling": True},
+    "n-gram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "halves": {"enable_two_batch_overlap": True, "max_num_seqs": 8},
+    "halves, guesses and small pages": {
+        "enable_two_batch_overlap": True,
+        "page_size": 4,
+        "max_num_batched_tokens": 48,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    },
+    "trees": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "num_branches": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    saved: dict[str, Path] = {}
+
+    def folder_of(model: str) -> Path:
+        if model not in saved:
+            saved[model] = tmp_path_factory.mktemp("model")
+            MODELS[model]().save_pretrained(saved[model])
+        return saved[model]
+
+    return folder_of
+
+
+WITH_STATES = ("hybrid", "latent hybrid", "compressed")
+"""Models that cannot go back to the states behind refused branches: trees are refused."""
+
+
+ROUTINE = {("dense", feature) for feature in FEATURES} | {("latent hybrid", "plain")}
+"""What every run tries; `make prove` tries the others."""
+
+
+def cells() -> list[ParameterSet]:
+    """Models and features."""
+    return [
+        pytest.param(model, feature, marks=() if (model, feature) in ROUTINE else pytest.mark.prove)
+        for model in MODELS
+        for feature in FEATURES
+        if feature != "trees" or model not in WITH_STATES
+    ]
+
+
+@pytest.mark.parametrize(("model", "feature"), cells())
+def test_two_ranks_answer_as_one(model: str, feature: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(model)
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, 2, config_of(tensor_parallel_size=2, **FEATURES[feature])) as engine:
+        assert answers(engine) == expected
+        assert bool(engine.runtime.runner.num_halved) == feature.startswith("halves")
+        assert answers(engine) == expected, "with prefixes that are cached"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("model", ["dense", "sinks and experts", "latent"])
+def test_more_ranks_answer_as_one(model: str, size: int, folders: Callable[[str], Path]) -> None:
+    folder = folders(model)
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, size, config_of(tensor_parallel_size=size)) as engine:
+        assert answers(engine) == expected
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("model", ["dense", "hybrid", "compressed"])
+def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callable[[str], Path]) -> None:
+    folder, params = folders(model), {"n": 3, "seed": 5, "temperature": 1.0}
+    with led_engine(folder, 2, config_of(tensor_parallel_size=2)) as engine:
+        assert sampled(engine, **params) == sampled(alone(folder, config_of()), **params)
+
+
+def _guesses_of_a_model(folder: Path, other: Path) -> dict[str, Any]:
+    make_model("llama").save_pretrained(folder)
+    make_model("llama").save_pretrained(other)
+    return {"method": "draft_model", "model": str(other), "num_speculative_tokens": 3}
+
+
+def _guesses_of_modules(folder: Path, other: Path) -> dict[str, Any]:
+    del other
+    save_with_modules("deepseek_v3", 1, folder)
+    return {"method": "mtp", "num_speculative_tokens": 2}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("save", [_guesses_of_a_model, _guesses_of_modules])
+def test_networks_that_guess_run_on_the_first_rank(
+    save: Callable[[Path, Path], dict[str, Any]], tmp_path: Path, *, halves: bool
+) -> None:
+    guessing = save(tmp_path / "model", tmp_path / "other")
+    expected = answers(alone(tmp_path / "model", config_of()))
+    config = config_of(tensor_parallel_size=2, speculative_config=guessing, enable_two_batch_overlap=halves)
+    with led_engine(tmp_path / "model", 2, config) as engine:
+        assert answers(engine) == expected
+        assert engine.metrics().spec_decode_num_draft_tokens

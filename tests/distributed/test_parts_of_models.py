@@ -1,0 +1,89 @@
+"""A model that is divided among ranks gives the logits of the whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sightline.attention.spec import SoftmaxSpec
+from sightline.cache.layout import Layout, arrange_free_pages
+from sightline.core.config import EngineConfig
+from sightline.core.ledger import Ledger
+from sightline.distributed.collectives import LONE, Collectives
+from sightline.models.loading.opening import open_checkpoint
+from sightline.runner.build import build_runtime
+from sightline.runner.roles import Role
+from sightline.testing.conformance.engine_proof import open_blueprint
+from sightline.testing.conformance.rig import Unused, fill_pools
+from support.hybrids import HYBRIDS, make_hybrid
+from support.rank_threads import of_ranks
+from support.tiny_models import FAMILIES, make_model, random_prompts, relative_error, stepped_logits
+from support.tiny_sparse import SPARSE, make_sparse
+
+LENGTHS, DECODED, CHUNK = (5, 19, 33), 6, 7
+TOLERANCE = 1e-5
+
+
+class Among(Role):
+    """A rank that runs every step by itself."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+
+def logits_of(folder: Path, collectives: Collectives) -> list[Tensor]:
+    """Of ragged prompts in chunks and some decode steps, over poisoned, shuffled pools."""
+    ledger = Ledger()
+    config = EngineConfig(page_size=4, dtype="float32", cache_tokens=512, max_num_seqs=4)
+    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, role=Among(collectives))
+    fill_pools(runtime.store, Unused.NAN)
+    arrange_free_pages(runtime.store, Layout.SHUFFLED, seed=3)
+    sequences = random_prompts([length + DECODED for length in LENGTHS], seed=2)
+    return stepped_logits(runtime, sequences, LENGTHS, CHUNK)
+
+
+def assert_ranks_equal_one(folder: Path, size: int) -> None:
+    whole = logits_of(folder, LONE)
+    for parts in of_ranks(size, lambda collectives: logits_of(folder, collectives)):
+        assert max(relative_error(got, wanted) for got, wanted in zip(parts, whole, strict=True)) < TOLERANCE
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_give_the_logits_of_one(family: str, size: int, tmp_path: Path) -> None:
+    assert_ranks_equal_one(_save(make_model(family), tmp_path), size)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_ranks_of_hybrids(family: str, tmp_path: Path) -> None:
+    assert_ranks_equal_one(_save(make_hybrid(family), tmp_path), 2)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", SPARSE)
+def test_ranks_of_sparse_models(family: str, tmp_path: Path) -> None:
+    assert_ranks_equal_one(_save(make_sparse(family), tmp_path), 2)
+
+
+def test_what_must_be_proven_has_the_heads_of_a_rank(tmp_path: Path) -> None:
+    folder = str(_save(make_model("llama"), tmp_path))
+    for size, heads in ((1, (6, 2)), (2, (3, 1))):
+        blueprint = open_blueprint(EngineConfig(folder, tensor_parallel_size=size, cache_tokens=512), Ledger())
+        [group] = blueprint.groups
+        assert isinstance(group.spec, SoftmaxSpec)
+        assert (group.spec.num_q_heads, group.spec.num_kv_heads) == heads
+
+
+def test_a_time_limit_of_ranks_that_are_not_there_is_in_the_ledger(tmp_path: Path) -> None:
+    folder, ledger = str(_save(make_model("llama"), tmp_path)), Ledger()
+    open_blueprint(EngineConfig(folder, dist_timeout=3.0, cache_tokens=512), ledger)
+    assert [each.subject for each in ledger.degradations] == ["dist_timeout"]
