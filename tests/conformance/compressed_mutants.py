@@ -15,7 +15,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.kinds import SpecKind
 from sightline.core.device import Device
 from sightline.testing.conformance.rig import Subject
-from support.planted_compressed import ATTEND, COMPRESSOR, ENTRIES, INDEX, LAYOUT, STEP, TILES, plant
+from support.planted_compressed import ATTEND, BACKEND, COMPRESSOR, ENTRIES, INDEX, LAYOUT, STEP, TILES, plant
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -117,6 +117,14 @@ COMPRESSED_MUTANTS: tuple[CompressedMutant, ...] = (
         ATTEND,
         "unseen = chosen < 0",
         "unseen = chosen < -1",
+    ),
+    CompressedMutant(
+        "new-entries-on-the-device-alone",
+        "What a step completes is not kept in host memory.",
+        "hot-entries",
+        BACKEND,
+        "        self.hot.plan.keep(layer)\n",
+        "",
     ),
     CompressedMutant(
         "six-chosen-entries",

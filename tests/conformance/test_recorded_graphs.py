@@ -15,8 +15,9 @@ from conformance.mutants import Mutant
 from conformance.parts import CORRECT
 from conformance.parts_backend import EVERYTHING, make_backend
 from conformance.test_mutants import FEW, GRAPHS
+from sightline.attention.backends.triton.compressed_backend import TritonCompressedBackend
 from sightline.attention.backends.triton.index_backend import TritonIndexBackend
-from sightline.attention.backends.triton.rows import INDEX_ROWS
+from sightline.attention.backends.triton.rows import COMPRESSED_ROWS, INDEX_ROWS
 from sightline.attention.contract import BackendContext
 from sightline.attention.spec import SoftmaxSpec
 from sightline.testing.conformance.checks import CHECKS
@@ -59,6 +60,13 @@ def test_a_captured_indexer_passes_also_if_it_is_replayed_without_rows() -> None
     assert {result.check: result.verdict for result in report.results} == dict.fromkeys(GRAPHS, Verdict.PASSED)
 
 
+@pytest.mark.prove
+def test_captured_layers_with_windows_and_entries_pass_whether_they_choose_or_not() -> None:
+    subject = Subject("triton-compressed", TritonCompressedBackend, COMPRESSED_ROWS[-1], RECORDING)
+    report = try_row(subject, Effort.QUICK, FEW, [each for each in CAPTURED if each.name == "captured-decode"])
+    assert [result.verdict for result in report.results] == [Verdict.PASSED], report.failed
+
+
 ONLY_IN_GRAPHS = [mutant for mutant in ALL_MUTANTS if mutant.cuda_only and mutant.caught_by in GRAPHS]
 
 
@@ -86,13 +94,8 @@ def test_what_the_host_must_wait_for_cannot_be_captured(waits: Callable[[Tensor]
         waits(given)
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(each, id=each.name, marks=() if each.name == "bounds-for-lengths" else (pytest.mark.slow,))
-        for each in ALL_MUTANTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda each: each.name)
 def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant | LatentMutant) -> None:
     report = try_row(on_recording(mutant), Effort.QUICK, FEW)
     assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault

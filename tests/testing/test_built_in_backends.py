@@ -67,7 +67,9 @@ def efforts() -> list[ParameterSet]:
 def test_every_declared_capability_is_proven(row: RowToTry, effort: Effort) -> None:
     few = FEW_COMPILED if row.candidate.name in COMPILED else FEW if row.subject.kind in STATE_KINDS else None
     narrowed = few.for_problem(row.subject.problem) if few is not None and effort is Effort.QUICK else None
-    report = try_row(row.subject, effort, narrowed)
+    # Random cases have dozens of recurrences, of which each takes ten seconds to compile: torch's pass them.
+    left = {"covering"} if row.candidate.name == "numba-recurrent" and effort is Effort.QUICK else set()
+    report = try_row(row.subject, effort, narrowed, [check for check in CHECKS if check.name not in left])
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
     assert sum(result.num_steps for result in report.results) > (200 if effort is Effort.QUICK else 500)
 

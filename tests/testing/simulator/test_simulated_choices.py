@@ -14,9 +14,11 @@ from torch import Tensor
 from sightline.attention.contract import IndexInputs
 from sightline.attention.groups import LayerGroup
 from sightline.attention.planner import PlannedBatch, Planner
+from sightline.attention.sparse import hot_entries
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch
 from sightline.core.errors import ConfigError
+from sightline.kernels.hot_entries import drop_entries
 from sightline.testing.simulator.simulation import play, simulate
 from sightline.testing.simulator.sparse_model import _ChoosingPlan, _Row
 from sightline.testing.simulator.workload import draw_scenario, draw_scene
@@ -133,6 +135,21 @@ def copy_no_index_keys(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Pool, name, skipping)
 
 
+def keep_no_new_entries(patch: pytest.MonkeyPatch) -> None:
+    """Entries of several tokens stay on the device, although their pool is in host memory."""
+    patch.setattr(hot_entries._HotPlan, "keep", lambda self, layer: None)
+
+
+def keep_hot_entries_of_other_owners(patch: pytest.MonkeyPatch) -> None:
+    """Hot entries are those of the sequence that had the row before."""
+
+    def keeping(held: Tensor, owners: Tensor, rows: Tensor, stamps: Tensor, contexts: Tensor) -> None:
+        owners.index_copy_(0, rows, stamps)
+        drop_entries(held, owners, rows, stamps, contexts)
+
+    patch.setattr(hot_entries, "drop_entries", keeping)
+
+
 BUGS: dict[Plant, bool] = {
     choose_in_stale_pages: False,
     keep_no_keys_of_dense_steps: False,
@@ -142,6 +159,15 @@ BUGS: dict[Plant, bool] = {
     copy_no_index_keys: True,
 }
 """Each with whether it takes guesses to show."""
+
+
+@pytest.mark.parametrize(
+    "plant", [keep_no_new_entries, pytest.param(keep_hot_entries_of_other_owners, marks=pytest.mark.prove)]
+)
+def test_a_planted_bug_of_hot_entries_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = (play(draw_scenario(seed, STEPS, states=True, sparse=True)) for seed in range(MOST_SEEDS))
+    assert next((violation for violation in found if violation is not None), None) is not None, plant.__doc__
 
 
 @pytest.mark.parametrize(("plant", "guesses"), BUGS.items(), ids=[plant.__name__ for plant in BUGS])

@@ -192,7 +192,10 @@ class CompressedStep(StateStep):
 
     @property
     def is_sparse(self) -> bool:
-        """True if some row may have more entries than are chosen, as far as the batch's bounds tell."""
+        """True if entries are in host memory, or if some row may have more of them than are chosen, as far as the
+        batch's bounds tell."""
+        if self.spec.top_k is not None and self.bench.setting.hot_per_choice:
+            return True
         bounds = zip(self.batch.context_lens.bound, self.batch.query_lens.bound, strict=True)
         longest = max((context + new for context, new in bounds), default=0)
         return self.spec.top_k is not None and longest // self.spec.tokens_per_entry > self.spec.top_k

@@ -31,6 +31,7 @@ from sightline.core.config import PADDING_PAGES, EngineConfig, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
+from sightline.distributed.ranks import Rank
 from sightline.engine.text_embedder import embedder_config
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.default_model import default_model_path
@@ -38,6 +39,7 @@ from sightline.models.loading.opening import open_description
 from sightline.models.registry import define_embedder, define_model
 from sightline.runner.build import Blueprint, draw_up, usage_of
 from sightline.runner.demand import AttentionUsage, requirement
+from sightline.runner.parts import part_of_rank
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
@@ -168,7 +170,10 @@ def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
         config, _ = embedder_config(config, checkpoint, ledger)
         embedder = define_embedder(checkpoint.config, ledger)
         return draw_up(config, checkpoint, embedder, usage_of(embedder), ledger)
-    return draw_up(config, checkpoint, define_model(checkpoint.config, ledger), AttentionUsage.GENERATE, ledger)
+    # All ranks have as many heads, if heads are divided.
+    first = Rank(0, config.tensor_parallel_size)
+    definition, part = part_of_rank(define_model(checkpoint.config, ledger), checkpoint, first, config, ledger)
+    return draw_up(config, part, definition, AttentionUsage.GENERATE, ledger)
 
 
 def prove_engine(

@@ -60,6 +60,11 @@ class CheckResult:
         del data["points"]
         return data
 
+    def __str__(self) -> str:
+        """The verdict in one line. A failure tells its reason at once: the report may never come."""
+        reason = f": {' '.join(self.detail.split())}" if self.verdict is Verdict.FAILED else ""
+        return f"{self.check}: {self.verdict.value} ({self.seconds:.1f} s){reason}"
+
     def lines(self, *, verbose: bool) -> Iterator[str]:
         """Yields the detail, what was tried, and if `verbose` the traceback."""
         yield from self.detail.splitlines()

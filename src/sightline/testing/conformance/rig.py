@@ -16,16 +16,17 @@ from torch import Tensor
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
 from sightline.attention.compressed.spec import CompressedIndexSpec, CompressedSpec, Compression
-from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
+from sightline.attention.contract import AttentionBackend, BackendContext, EntryCoordinator, StepLimits
 from sightline.attention.groups import LayerGroup, Lenders, group_layers
 from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import stored_entries
 from sightline.attention.planner import Planner
 from sightline.attention.sparse.coordinator import ResidentEntries
+from sightline.attention.sparse.hot_entries import HotEntries
 from sightline.attention.spec import AttentionSpec, IndexingSpec, IndexSpec, LatentSpec
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
-from sightline.cache.pools import CacheLimits, Pool
+from sightline.cache.pools import CacheLimits, GroupCache, Pool
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
 from sightline.cache.states import StatePool, StateTable
 from sightline.cache.store import CacheStore
@@ -34,6 +35,7 @@ from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.batching import assemble
+from sightline.runner.coordinators import copies_for
 from sightline.testing.conformance.problem import Problem
 from sightline.testing.conformance.problems import PROBLEMS
 
@@ -175,6 +177,9 @@ class RigSetting:
     """States that a row of a layer with states may hold at once."""
     max_checkpoints: int = 16
     """States that are kept for others beside those."""
+    hot_per_choice: int = 0
+    """Entries that indexers choose from are in host memory, with so many hot ones of each row per chosen one; 0: all
+    entries are on the device."""
 
 
 class AttentionRig:
@@ -198,7 +203,10 @@ class AttentionRig:
         cache_dtype = setting.cache_dtype or setting.dtype
         scales = self._scales() if cache_dtype in SCALED_DTYPES else None
         self.store = CacheStore(
-            [group.cache_spec(cache_dtype, scales) for group in self.groups],
+            [
+                group.cache_spec(cache_dtype, scales, with_hot_entries=setting.hot_per_choice > 0)
+                for group in self.groups
+            ],
             CacheLimits(
                 pages,
                 setting.page_size,
@@ -258,7 +266,7 @@ class AttentionRig:
                         setting.dtype,
                         self.device,
                         inline_launcher(),
-                        ResidentEntries(cache),
+                        self._coordinator(group, cache, limits),
                     )
                 ),
                 self.subject.capability,
@@ -268,6 +276,12 @@ class AttentionRig:
         planner = self.subject.planner(bindings, limits, self.store.lengths, workspace, paranoid=setting.paranoid)
         workspace.seal()
         return planner
+
+    def _coordinator(self, group: LayerGroup, cache: GroupCache, limits: StepLimits) -> EntryCoordinator:
+        top_k, count = group.spec.top_k, self.setting.hot_per_choice
+        if not cache.is_on_host or top_k is None:
+            return ResidentEntries(cache)
+        return HotEntries(cache, top_k, limits, count * top_k, copies_for(self.subject.device), poison=True)
 
     def open_rows(self, rows: Sequence[Row], shared_pages: int = 0, owner: int = 0) -> list[int]:
         """Opens page-table rows with pages for each row. If pages are shuffled, rows grow in turn, to interleave them.

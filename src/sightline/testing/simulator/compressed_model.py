@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import ANY, Capability, HostLengths
-from sightline.attention.compressed.inputs import CompressedInputs, CompressionInputs
-from sightline.attention.compressed.spec import OWN, WEIGHTED, CompressedSpec, Compression
-from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, StepView
+from sightline.attention.compressed.inputs import CompressedIndexInputs, CompressedInputs, CompressionInputs
+from sightline.attention.compressed.spec import OWN, WEIGHTED, CompressedIndexSpec, CompressedSpec, Compression
+from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, EntryPlan, StepView
 from sightline.attention.kinds import Feature, SpecKind
+from sightline.attention.sparse.chosen import fetch_slots
 from sightline.cache.pools import Pool
 from sightline.core.device import DeviceKind
 from sightline.core.errors import PlanError
@@ -37,11 +38,32 @@ WINDOW = 5
 _RATIOS = (2, 3, 4, 5, 8, 16)
 
 
-def compressed_spec(page_size: int, choice: int) -> CompressedSpec:
-    """A layer whose entries fit pages of that size; `choice` says which of several it is."""
+def compressed_spec(page_size: int, choice: int, top_k: int | None = None) -> CompressedSpec:
+    """A layer whose entries fit pages of that size; `choice` says which of several it is. With a `top_k` an indexer
+    chooses so many entries, which the layer looks at; it adds up all of them either way."""
     fitting = [ratio for ratio in _RATIOS if fits(page_size, ratio)]
     compression = Compression(fitting[choice % len(fitting)], overlap=False, rope_dim=0, norm_eps=1e-6)
-    return CompressedSpec(1, PIECES, 1.0, WINDOW, compression)
+    return CompressedSpec(1, PIECES, 1.0, WINDOW, compression, top_k)
+
+
+def picking_spec(spec: CompressedSpec) -> CompressedIndexSpec | None:
+    """The indexer of a layer; None if it chooses nothing."""
+    if spec.top_k is None or spec.compression is None:
+        return None
+    return CompressedIndexSpec(1, 1, spec.top_k, spec.compression)
+
+
+def picking_inputs(inputs: CompressedInputs) -> CompressedIndexInputs:
+    """The inputs of the layer's indexer, which reads positions alone."""
+    assert inputs.entries is not None, "the layer has entries"
+    return CompressedIndexInputs(inputs.q, inputs.key, inputs.entries)
+
+
+def picked(position: int, ratio: int, top_k: int) -> list[int]:
+    """The entries that the token at a position looks at: some of those that it sees, most of them the same as for the
+    token before."""
+    seen = range((position + 1) // ratio)
+    return sorted(sorted(seen, key=lambda entry: (entry * 37 + position // 3 * 11) % 101)[:top_k])
 
 
 def compressed_inputs(tokens: Tensor, positions: Tensor) -> CompressedInputs:
@@ -80,17 +102,47 @@ class _AddingPlan(AttentionPlan[CompressedInputs]):
     ratio: int
     rows: tuple[_Row, ...]
     kept: tuple[int, ...]
+    hot: EntryPlan | None
+    """None if entries are on the device."""
 
     def prepare(self) -> None:
-        """Nothing is shared between layers."""
+        if self.hot is not None:
+            self.hot.prepare()
 
     def run(self, layer: int, inputs: CompressedInputs, out: Tensor) -> None:
         """Hashes the tokens up to each new one, and keeps what later steps go on from."""
-        del layer
         numbers, results, place = inputs.key.numpy(), out.numpy(), 0
         for row in self.rows:
             self._run_row(row, numbers[place : place + row.length], results, place)
             place += row.length
+        if self.hot is not None:
+            self.hot.keep(layer)
+            self._look(layer, self.hot, inputs, out)
+
+    def _look(self, layer: int, hot: EntryPlan, inputs: CompressedInputs, out: Tensor) -> None:
+        """Gives NaN for tokens whose choice is wrong, or of which an entry is not where the coordinator says."""
+        chosen, plane = inputs.chosen, hot.plane(layer)
+        if chosen is None:
+            out[:] = torch.nan
+            return
+        rows = [row for row in self.rows for _ in range(row.length)]
+        slots = torch.zeros(chosen.shape, dtype=torch.int64)
+        for turn in hot.turns:
+            fetch_slots(turn, layer, chosen, slots)
+            for token in [each for each in turn.tokens.indices.tolist() if each < len(rows)]:
+                wanted = picked(int(inputs.key[token, 1]), self.ratio, chosen.shape[1])
+                found = plane[slots[token, : len(wanted)]].numpy()
+                right = self.planes.entries[[rows[token].slots[number] for number in wanted]]
+                is_right = chosen[token, : len(wanted)].tolist() == wanted
+                if not (is_right and np.array_equal(found, right, equal_nan=True)):
+                    out[token] = torch.nan
+
+    def _store(self, row: _Row, number: int, token: int, entry: NDArray[np.float64]) -> None:
+        """Writes an entry that a token of the step completes."""
+        if self.hot is None or self.hot.new_slots is None:
+            self.planes.entries[row.slots[number]] = entry
+        else:
+            self.hot.plane(0)[self.hot.new_slots[token]] = torch.from_numpy(entry)
 
     def _run_row(self, row: _Row, numbers: NDArray[Any], results: NDArray[Any], place: int) -> None:
         planes, ratio = self.planes, self.ratio
@@ -103,8 +155,9 @@ class _AddingPlan(AttentionPlan[CompressedInputs]):
             part = behind_token(0, token, position)
             ring[position % WINDOW], opened = cut(part), added(opened, part)
             if (position + 1) % ratio == 0:
-                planes.entries[row.slots[position // ratio]] = cut(opened)
-                known, opened = added(known, joined(planes.entries[row.slots[position // ratio]])), 0
+                entry = np.asarray(cut(opened))
+                self._store(row, position // ratio, place + index, entry)
+                known, opened = added(known, joined(entry)), 0
             total = added(known, opened)
             if not _agree(ring, position, (position + 1) % ratio, opened):
                 total = math.nan
@@ -136,14 +189,16 @@ class AddingBackend(AttentionBackend[CompressedSpec, CompressedInputs]):
             head_dims=frozenset({PIECES}),
             group_sizes=frozenset({1}),
             page_sizes=ANY,
-            features=frozenset({Feature.WINDOW}),
+            features=frozenset({Feature.WINDOW, Feature.SPARSE}),
             host_lengths=HostLengths.EXACT,
+            hot_entries=True,
         ),
     )
 
     def __init__(self, context: BackendContext[CompressedSpec]) -> None:
         self._ratio = context.spec.tokens_per_entry
         self._pool: Pool = context.cache.pools["entry"]
+        self._cache, self._coordinator = context.cache, context.coordinator
         states = context.cache.states
         self._planes = _Planes(
             states.plane("window")[0].numpy(),
@@ -152,7 +207,7 @@ class AddingBackend(AttentionBackend[CompressedSpec, CompressedInputs]):
         )
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _AddingPlan:
-        del buffers
+        hot = self._coordinator.plan(step, buffers) if self._cache.is_on_host else None
         slots, batch = step.states, step.batch
         if slots is None:
             raise PlanError("expected steps with a cache, which is all that the simulation runs, got one without")
@@ -163,4 +218,40 @@ class AddingBackend(AttentionBackend[CompressedSpec, CompressedInputs]):
             table_rows = torch.full_like(entries, batch.rows[place] if place < len(batch.rows) else 0)
             found = self._pool.entry_slots(table_rows, entries).tolist()
             rows.append(_Row(read_slot, context, count, found))
-        return _AddingPlan(self._planes, self._ratio, tuple(rows), slots.kept_host)
+        return _AddingPlan(self._planes, self._ratio, tuple(rows), slots.kept_host, hot)
+
+
+@dataclass(frozen=True, eq=False)
+class _PickingPlan(AttentionPlan[CompressedIndexInputs]):
+    spec: CompressedIndexSpec
+    is_sparse: bool
+
+    def prepare(self) -> None:
+        """Nothing is shared between layers."""
+
+    def run(self, layer: int, inputs: CompressedIndexInputs, out: Tensor) -> None:
+        del layer
+        for token, position in enumerate(inputs.weights[:, 1].tolist() if self.is_sparse else ()):
+            wanted = picked(int(position), self.spec.compression.ratio, self.spec.top_k)
+            out[token] = torch.tensor([*wanted, *[-1] * (self.spec.top_k - len(wanted))], dtype=torch.int32)
+
+
+class PickingBackend(AttentionBackend[CompressedIndexSpec, CompressedIndexInputs]):
+    """Chooses entries by their numbers and the token's position, and keeps nothing."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = (
+        replace(
+            AddingBackend.capabilities[0],
+            spec_kinds=frozenset({SpecKind.COMPRESSED_INDEX}),
+            head_dims=ANY,
+            features=frozenset({Feature.SPARSE}),
+            hot_entries=False,
+        ),
+    )
+
+    def __init__(self, context: BackendContext[CompressedIndexSpec]) -> None:
+        self._spec = context.spec
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _PickingPlan:
+        del buffers
+        return _PickingPlan(self._spec, step.is_sparse)

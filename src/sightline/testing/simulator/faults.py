@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sightline.cache.pages import PageAllocator
 from sightline.core.errors import DeviceFaultError, OutOfPages
+from sightline.testing.simulator.scenario import RankLoss
 
 TICK = 2.0**-10
 """Seconds. Every time is a whole number of half ticks, which a float represents exactly."""
@@ -49,6 +50,8 @@ class Faults:
     fails_next: bool = False
     next_seconds: float = 0.0
     """Extra duration of the next forward pass."""
+    rank_loss: RankLoss | None = None
+    """How another rank is lost."""
     device_is_gone: bool = False
     device_was_lost: bool = False
     """True once a forward pass has raised because the device is gone."""

@@ -11,7 +11,7 @@ Knows batches and pools. Does not know requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -32,13 +32,13 @@ from sightline.attention.contract import (
 )
 from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec, IndexSpec, SoftmaxSpec
+from sightline.attention.spec import AttentionSpec, IndexingSpec, SoftmaxSpec
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import NO_TAPS, Model, ModelDefinition, Taps
 from sightline.models.weights import WeightReader
-from sightline.testing.simulator.compressed_model import compressed_inputs
+from sightline.testing.simulator.compressed_model import compressed_inputs, picking_inputs, picking_spec
 from sightline.testing.simulator.faults import LOGIT_TICKS, UNBEARABLE, Faults
 from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import (
@@ -203,13 +203,19 @@ class ReadingModel(Model):
         *,
         compressed: CompressedSpec | None = None,
         top_k: int | None = None,
+        shown: list[Tensor] | None = None,
     ) -> None:
-        """Calls `watch` with every batch before anything is written. With a `compressed` layer it keeps states."""
+        """Calls `watch` with every batch before anything is written. With a `compressed` layer it keeps states. Adds
+        its logits to `shown`, if they are to be compared."""
+        self._shown = shown
         self._faults = faults
         self._watch = watch
         self._state_layer = None if compressed is None else len(SPECS)
         self.specs: tuple[AttentionSpec, ...] = SPECS if compressed is None else (*SPECS, STATE_SPEC, compressed)
-        self.indexers: dict[int, IndexSpec] = {}
+        self.indexers: dict[int, IndexingSpec] = {}
+        if compressed is not None and (picking := picking_spec(compressed)) is not None:
+            self.indexers[len(SPECS) + 1] = picking
+        self._sparse_layer = None if top_k is None else len(self.specs)
         if top_k is not None:
             attention, self.indexers[len(self.specs)] = sparse_specs(top_k)
             self.specs = (*self.specs, attention)
@@ -236,10 +242,13 @@ class ReadingModel(Model):
             read[self._state_layer] = self._summed(planned, self._state_layer)
             read[self._state_layer + 1] = self._added(planned, self._state_layer + 1)
         hashes = read[0].view(-1)
-        for layer in self.indexers:
-            chosen = planned.choose(layer, index_inputs(hashes, batch.positions))
-            planned.attend(layer, latent_inputs(hashes, batch.positions, chosen), read[layer])
-        return torch.from_numpy(self._logits(batch, read.view(len(self.specs), -1).numpy()))
+        if self._sparse_layer is not None:
+            chosen = planned.choose(self._sparse_layer, index_inputs(hashes, batch.positions))
+            planned.attend(self._sparse_layer, latent_inputs(hashes, batch.positions, chosen), read[self._sparse_layer])
+        logits = torch.from_numpy(self._logits(batch, read.view(len(self.specs), -1).numpy()))
+        if self._shown is not None:
+            self._shown.append(logits.clone())
+        return logits
 
     @staticmethod
     def _summed(planned: PlannedBatch, layer: int) -> Tensor:
@@ -252,12 +261,14 @@ class ReadingModel(Model):
         planned.attend(layer, RecurrentInputs(mixed, -ones, ones, None, None), out)
         return out[:, :, :1]
 
-    @staticmethod
-    def _added(planned: PlannedBatch, layer: int) -> Tensor:
+    def _added(self, planned: PlannedBatch, layer: int) -> Tensor:
         """[num_tokens, 1, 1]: the hashes that the compressed layer finds."""
         batch = planned.batch
         out = torch.empty(batch.num_tokens, 1, PIECES, dtype=DTYPE)
-        planned.attend(layer, compressed_inputs(batch.tokens, batch.positions), out)
+        inputs = compressed_inputs(batch.tokens, batch.positions)
+        if layer in self.indexers:
+            inputs = replace(inputs, chosen=planned.choose(layer, picking_inputs(inputs)))
+        planned.attend(layer, inputs, out)
         return out[:, :, :1]
 
     def _logits(self, batch: Batch, read: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -288,7 +299,7 @@ class ReadingDefinition(ModelDefinition):
         return self._model.specs
 
     @property
-    def indexers(self) -> Mapping[int, IndexSpec]:
+    def indexers(self) -> Mapping[int, IndexingSpec]:
         return self._model.indexers
 
     def step_costs(self) -> tuple[float, float]:

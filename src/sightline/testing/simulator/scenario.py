@@ -7,6 +7,7 @@ that finds nothing to act on has no effect. Knows nothing of the engine.
 from __future__ import annotations
 
 import json
+from enum import Enum
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -15,6 +16,16 @@ from msgspec.structs import asdict, fields
 
 from sightline.core.errors import ConfigError
 from sightline.testing.simulator.oracle import MAX_LEN
+
+
+class RankLoss(Enum):
+    """How another rank is lost."""
+
+    DIES = "dies"
+    """Before it gets an order."""
+    DIES_IN_A_STEP = "dies in a step"
+    STALLS = "stalls"
+    """It takes no part in a step, which is noticed after a while."""
 
 
 class Drafting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +83,11 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """States that may be kept for others, if the model has a recurrent group; None if it has none."""
     top_k: int | None = None
     """Tokens that the sparse layer of the model attends to; None if it has none."""
+    hot_per_choice: int | None = None
+    """Hot entries of each row per chosen one, with those that indexers choose from in host memory; None: all are on the
+    device."""
+    num_ranks: int = 1
+    """Processes that share the model."""
     host: HostScene | None = None
     """How pages are kept in host memory; None if they are not. Has no effect without `prefix_caching`."""
 
@@ -81,6 +97,8 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"expected sizes of at least 1 and max_len of at most {MAX_LEN}, got {self}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"expected at least 1 chosen token, got {self}")
+        if self.hot_per_choice is not None and (self.top_k is None or self.host is not None):
+            raise ConfigError(f"expected hot entries of a sparse layer and without a host tier, got {self}")
         if self.drafting is not None and (self.async_scheduling or self.max_step_ticks is not None):
             raise ConfigError("expected drafting without async_scheduling and max_step_ticks, got both")
         has_trees = self.drafting is not None and self.drafting.num_branches > 1
@@ -168,6 +186,12 @@ class SlowForward(_Event, frozen=True, tag="slow forward"):
     seconds: float
 
 
+class LoseRank(_Event, frozen=True, tag="lose rank"):
+    """A rank is lost from its next order, or step, on."""
+
+    how: RankLoss
+
+
 class DeviceFault(_Event, frozen=True, tag="device fault"):
     """The device is lost from the next forward pass on."""
 
@@ -185,6 +209,7 @@ Event: TypeAlias = (
     | RefuseAllocations
     | FailForward
     | SlowForward
+    | LoseRank
     | DeviceFault
     | Close
 )

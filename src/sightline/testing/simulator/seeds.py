@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +32,11 @@ def play_seeds(
     states: bool = False,
     sparse: bool = False,
     host: bool = False,
+    ranks: bool = False,
 ) -> Iterator[EventCounts | SeedFailure]:
     """Yields one result for each seed, in order."""
-    play_one = partial(_play_one, num_steps=num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
+    kinds = {"guesses": guesses, "states": states, "sparse": sparse, "host": host, "ranks": ranks}
+    play_one = partial(_play_one, num_steps=num_steps, kinds=kinds)
     if num_jobs == 1:
         yield from map(play_one, seeds)
         return
@@ -56,11 +58,9 @@ def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
         return short, play(short)
 
 
-def _play_one(
-    seed: int, num_steps: int, *, guesses: bool, states: bool, sparse: bool, host: bool
-) -> EventCounts | SeedFailure:
+def _play_one(seed: int, num_steps: int, kinds: Mapping[str, bool]) -> EventCounts | SeedFailure:
     with single_threaded():
         try:
-            return simulate(seed, num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
+            return simulate(seed, num_steps, **kinds)
         except Violation as violation:
             return SeedFailure(seed, str(violation))

@@ -27,6 +27,7 @@ from sightline.testing.simulator.scenario import (
     DeviceFault,
     Event,
     FailForward,
+    LoseRank,
     RefuseAllocations,
     Scenario,
     SlowForward,
@@ -57,15 +58,15 @@ class Simulation:
         self._events = list(reversed(scenario.events))
         """In reverse: the next event is the last item."""
         self.counts = EventCounts(seeds=1)
-        self._stage = set_stage(scenario.scene, self._watch, self.counts)
+        self._findings: list[str] = []
+        """Violations found inside a forward pass, where an exception would be taken for the model's."""
+        self._stage = set_stage(scenario.scene, self._watch, self.counts, self._findings.append)
         self._clients = Clients(self._stage, self.counts)
         self._invariants = Invariants(self._stage)
         self._row_shares = RowShares(self._stage, self.counts)
         self._step = 0
         self._num_draining = 0
         self._is_open = True
-        self._findings: list[str] = []
-        """Violations found inside a forward pass, where an exception would be taken for the model's."""
 
     def run(self) -> EventCounts:
         """Plays until every event has happened and every request has ended. Raises `Violation`."""
@@ -167,6 +168,8 @@ class Simulation:
             case SlowForward():
                 self.counts.slow_forwards += 1
                 faults.next_seconds += event.seconds
+            case LoseRank(how=how):
+                faults.rank_loss = how
             case DeviceFault():
                 faults.device_is_gone = True
             case Close():
@@ -222,10 +225,11 @@ def simulate(
     states: bool = False,
     sparse: bool = False,
     host: bool = False,
+    ranks: bool = False,
 ) -> EventCounts:
-    """Plays one seed, with guessed tokens, a recurrent group, a sparse layer or a host tier if asked for.
+    """Plays one seed, with guessed tokens, a recurrent group, a sparse layer, a host tier or several ranks if asked.
 
     Raises `Violation`.
     """
-    scenario = draw_scenario(seed, num_steps, guesses=guesses, states=states, sparse=sparse, host=host)
+    scenario = draw_scenario(seed, num_steps, guesses=guesses, states=states, sparse=sparse, host=host, ranks=ranks)
     return Simulation(scenario).run()

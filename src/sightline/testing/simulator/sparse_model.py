@@ -9,7 +9,7 @@ of its place. A page that is stale, lost or another row's in one of the pools th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,12 +21,14 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
+    EntryPlan,
     IndexInputs,
     LatentInputs,
     StepView,
 )
 from sightline.attention.kinds import Feature, SpecKind
 from sightline.attention.oracle.attention import visible_keys
+from sightline.attention.sparse.chosen import fetch_slots
 from sightline.attention.spec import IndexSpec, LatentSpec
 from sightline.cache.pools import Pool
 from sightline.core.device import DeviceKind
@@ -111,18 +113,39 @@ class _ChoosingPlan(AttentionPlan[IndexInputs]):
 class _ChosenPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
     entries: Tensor
-    """[num_slots, 2]."""
+    """[num_slots, 2]: the pool, which has every entry."""
     write_slots: Tensor
+    hot: EntryPlan | None
+    """None if entries are on the device."""
     rows: tuple[_Row, ...]
     is_sparse: bool
 
     def prepare(self) -> None:
-        """Nothing is shared between layers."""
+        if self.hot is not None:
+            self.hot.prepare()
+
+    def _look(self, layer: int, hot: EntryPlan, chosen: Tensor, out: Tensor) -> None:
+        """Gives NaN for tokens of which a chosen entry is not where the coordinator says."""
+        places, slots = torch.zeros(chosen.shape, dtype=torch.int64), torch.zeros(chosen.shape, dtype=torch.int64)
+        for row in self.rows:
+            places[row.tokens] = row.slots[chosen[row.tokens].clamp(min=0).long()]
+        wanted = self.entries[places].nan_to_num()
+        for turn in hot.turns:
+            fetch_slots(turn, layer, chosen, slots)
+            its = turn.tokens.indices
+            found = hot.plane(layer)[slots[its]].nan_to_num()
+            wrong = ((found != wanted[its]).any(2) & (chosen[its] >= 0)).any(1)
+            out[its[wrong]] = torch.nan
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> None:
-        del layer
-        self.entries[self.write_slots] = torch.cat((inputs.latent, inputs.k_rope), dim=1)
+        new = torch.cat((inputs.latent, inputs.k_rope), dim=1)
         out[:] = inputs.latent.unsqueeze(1)
+        if self.hot is None:
+            self.entries[self.write_slots] = new
+        else:
+            self.hot.write(layer, new)
+            if self.is_sparse and inputs.chosen is not None:
+                self._look(layer, self.hot, inputs.chosen, out)
         for row in self.rows:
             # Only what some query sees: a guess that was given up may have left anything behind it.
             seen = row.visible.any(0)
@@ -168,14 +191,15 @@ class ChoosingBackend(AttentionBackend[IndexSpec, IndexInputs]):
 class ChosenBackend(AttentionBackend[LatentSpec, LatentInputs]):
     """Reads what was chosen, and checks the choice."""
 
-    capabilities: ClassVar[tuple[Capability, ...]] = (_capability(SpecKind.LATENT),)
+    capabilities: ClassVar[tuple[Capability, ...]] = (replace(_capability(SpecKind.LATENT), hot_entries=True),)
 
     def __init__(self, context: BackendContext[LatentSpec]) -> None:
         self._spec = context.spec
+        self._cache, self._coordinator = context.cache, context.coordinator
         self._pool = context.cache.pools["latent"]
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _ChosenPlan:
-        del buffers
         rows = tuple(_rows(step, self._spec, self._pool))
+        hot = self._coordinator.plan(step, buffers) if self._cache.is_on_host else None
         write_slots = step.batch.pools[self._pool.key].write_slots
-        return _ChosenPlan(self._spec, self._pool.plane("entry")[0], write_slots, rows, step.is_sparse)
+        return _ChosenPlan(self._spec, self._pool.plane("entry")[0], write_slots, hot, rows, step.is_sparse)

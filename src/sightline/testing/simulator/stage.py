@@ -5,11 +5,13 @@ Everything between a request and its tokens is the engine's own. Checks nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sightline.attention.capability import Work
 from sightline.attention.contract import AttentionBackend
@@ -17,19 +19,25 @@ from sightline.attention.groups import LayerGroup
 from sightline.attention.kinds import SpecKind
 from sightline.attention.selection import Candidate, Selection
 from sightline.cache.blocks import BlockStore
+from sightline.cache.host import HostBlocks
+from sightline.cache.pages import PageAllocator
 from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch
 from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
+from sightline.distributed.ranks import Rank
 from sightline.engine.engine import Engine
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.runner.build import assemble_runtime, make_store
+from sightline.runner.build import assemble_runtime, make_recorder, make_store
+from sightline.runner.following import Follower
+from sightline.runner.roles import ALONE_ROLE, Follows, Role
+from sightline.runner.runtime import Runtime
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import SequenceState
-from sightline.testing.simulator.compressed_model import AddingBackend, compressed_spec
+from sightline.testing.simulator.compressed_model import AddingBackend, PickingBackend, compressed_spec
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
 from sightline.testing.simulator.late_blocks import LateBlocks
@@ -37,6 +45,14 @@ from sightline.testing.simulator.liars import LyingDrafter, LyingDrafts
 from sightline.testing.simulator.model import ReadingBackend, ReadingDefinition, ReadingModel
 from sightline.testing.simulator.numbers import DTYPE
 from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest
+from sightline.testing.simulator.ranks import (
+    Crewmate,
+    FollowersCollectives,
+    LeadersCollectives,
+    Mailbox,
+    MailSender,
+    SimulatedLeads,
+)
 from sightline.testing.simulator.scenario import Scene
 from sightline.testing.simulator.sparse_model import ChoosingBackend, ChosenBackend
 from sightline.testing.simulator.state_model import SummingBackend
@@ -72,9 +88,86 @@ class Stage:
         ]
 
 
-def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts) -> Stage:
-    """Builds the engine. Calls `watch` with every batch before its forward pass, and counts what becomes of guesses."""
-    config = ResolvedConfig(
+def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts, tell: Callable[[str], None]) -> Stage:
+    """Builds the engine. Calls `watch` with every batch before its forward pass, `tell` with what other ranks find, and
+    counts what becomes of guesses."""
+    config = _config(scene)
+    faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
+    allocators: list[FaultyAllocator] = []
+
+    def make_allocator(num_pages: int) -> FaultyAllocator:
+        allocators.append(FaultyAllocator(num_pages, faults))
+        return allocators[-1]
+
+    def make_blocks(store: CacheStore, _: int) -> BlockStore:
+        assert scene.host is not None, "there is a tier if the scene has one"
+        return LateBlocks(store, scene.host, counts)
+
+    logits: list[Tensor] = []
+    role = ALONE_ROLE if scene.num_ranks == 1 else _lead(scene, config, faults, logits, tell)
+    runtime = _runtime(config, _model(scene, faults, watch, logits), make_allocator, role, make_blocks)
+    drafts = None
+    if scene.drafting is not None:
+        drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
+        drafts = LyingDrafts(
+            drafter, scene.drafting, scene.max_step_tokens, runtime.definition.vocab_size, scene.page_size, counts
+        )
+    engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
+    return Stage(scene, engine, faults, tuple(allocators[: len(runtime.store.pools)]))
+
+
+def _runtime(
+    config: ResolvedConfig,
+    model: ReadingModel,
+    make_allocator: Callable[[int], PageAllocator],
+    role: Role,
+    make_blocks: Callable[[CacheStore, int], BlockStore] = HostBlocks,
+) -> Runtime:
+    """The runtime of one rank, over entries and states that are NaN until they are written."""
+    definition = ReadingDefinition(model)
+    groups = definition.groups()
+    store = make_store(config, groups, make_allocator, watcher=role.watcher)
+    for plane in [pool.plane(spec.name) for pool in store.pools for spec in pool.spec.planes]:
+        # Entries that were never written are NaN, in every run.
+        plane.fill_(torch.nan)
+    for states in [group.states for group in store.groups]:
+        states.fill(range(PADDING_PAGES, states.num_slots), torch.nan)
+    return assemble_runtime(
+        config,
+        definition,
+        model,
+        groups,
+        _selections(groups),
+        store,
+        inline_launcher(),
+        make_blocks=make_blocks,
+        role=role,
+    )
+
+
+def _lead(
+    scene: Scene, config: ResolvedConfig, faults: Faults, logits: list[Tensor], tell: Callable[[str], None]
+) -> Role:
+    """The leading rank's role, with the other ranks behind it."""
+    crew = [_follow(scene, config, number) for number in range(1, scene.num_ranks)]
+    collectives = LeadersCollectives(Rank(0, scene.num_ranks), [each.tokens for each in crew], faults)
+    sender = MailSender([each.mailbox for each in crew], faults)
+    return SimulatedLeads(collectives, sender, crew, logits, tell)
+
+
+def _follow(scene: Scene, config: ResolvedConfig, number: int) -> Crewmate:
+    """Another rank, with faults and a clock of its own, of which nothing is made."""
+    tokens, logits, mailbox = deque[Tensor](), list[Tensor](), Mailbox()
+    role = Follows(FollowersCollectives(Rank(number, scene.num_ranks), tokens))
+    model = _model(scene, Faults(), lambda _: None, logits)
+    runtime = _runtime(config, model, role.make_allocator, role)
+    follower = Follower(runtime, mailbox, make_recorder(runtime))
+    return Crewmate(number, follower, mailbox, tokens, logits)
+
+
+def _config(scene: Scene) -> ResolvedConfig:
+    """The settings of the engine."""
+    return ResolvedConfig(
         device=detect_device("cpu"),
         dtype=DTYPE,
         cache_dtype=DTYPE,
@@ -97,48 +190,20 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts)
         async_scheduling=scene.async_scheduling,
         states_per_row=0 if scene.max_checkpoints is None else _states_per_row(scene),
         max_checkpoints=scene.max_checkpoints or 0,
+        hot_buffer_size=(scene.top_k or 0) * (scene.hot_per_choice or 0),
         max_step_ms=None if scene.max_step_ticks is None else scene.max_step_ticks * TICK * 1e3,
     )
-    faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
-    model = _model(scene, faults, watch)
-    definition = ReadingDefinition(model)
-    groups = definition.groups()
-    allocators: list[FaultyAllocator] = []
-
-    def make_allocator(num_pages: int) -> FaultyAllocator:
-        allocators.append(FaultyAllocator(num_pages, faults))
-        return allocators[-1]
-
-    store = make_store(config, groups, make_allocator)
-    for pool in store.pools:
-        for plane in pool.spec.planes:
-            # Entries that were never written are NaN, in every run.
-            pool.plane(plane.name).fill_(torch.nan)
-    for states in [group.states for group in store.groups]:
-        states.fill(range(PADDING_PAGES, states.num_slots), torch.nan)
-
-    def make_blocks(store: CacheStore, _: int) -> BlockStore:
-        assert scene.host is not None, "there is a tier if the scene has one"
-        return LateBlocks(store, scene.host, counts)
-
-    runtime = assemble_runtime(
-        config, definition, model, groups, _selections(groups), store, inline_launcher(), make_blocks=make_blocks
-    )
-    drafts = None
-    if scene.drafting is not None:
-        drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
-        drafts = LyingDrafts(
-            drafter, scene.drafting, scene.max_step_tokens, definition.vocab_size, scene.page_size, counts
-        )
-    engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
-    return Stage(scene, engine, faults, tuple(allocators[: len(store.pools)]))
 
 
-def _model(scene: Scene, faults: Faults, watch: Callable[[Batch], None]) -> ReadingModel:
-    """The simulated model, with layers that keep states if the scene has some."""
+def _model(scene: Scene, faults: Faults, watch: Callable[[Batch], None], logits: list[Tensor]) -> ReadingModel:
+    """The simulated model, with layers that keep states if the scene has some. It adds what it gives to `logits`, if
+    there are several ranks."""
     keeps_states = scene.max_checkpoints is not None
-    compressed = compressed_spec(scene.page_size, scene.num_pages) if keeps_states else None
-    return ReadingModel(faults, watch, compressed=compressed, top_k=scene.top_k)
+    # An indexer chooses from entries of several tokens if these are in host memory.
+    top_k = None if scene.hot_per_choice is None else scene.top_k
+    compressed = compressed_spec(scene.page_size, scene.num_pages, top_k) if keeps_states else None
+    shown = None if scene.num_ranks == 1 else logits
+    return ReadingModel(faults, watch, compressed=compressed, top_k=scene.top_k, shown=shown)
 
 
 _BACKENDS: Mapping[SpecKind, type[AttentionBackend[Any, Any]]] = {
@@ -147,6 +212,7 @@ _BACKENDS: Mapping[SpecKind, type[AttentionBackend[Any, Any]]] = {
     SpecKind.LATENT: ChosenBackend,
     SpecKind.INDEX: ChoosingBackend,
     SpecKind.COMPRESSED: AddingBackend,
+    SpecKind.COMPRESSED_INDEX: PickingBackend,
 }
 
 

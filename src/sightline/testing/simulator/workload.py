@@ -25,6 +25,8 @@ from sightline.testing.simulator.scenario import (
     Event,
     FailForward,
     HostScene,
+    LoseRank,
+    RankLoss,
     RefuseAllocations,
     Scenario,
     Scene,
@@ -40,12 +42,14 @@ def draw_scenario(
     states: bool = False,
     sparse: bool = False,
     host: bool = False,
+    ranks: bool = False,
 ) -> Scenario:
     """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first.
 
     With `guesses`, the same traffic comes to an engine whose tokens are guessed by a drafter that lies at random; with
     `states`, to one whose model has a recurrent group too; with `sparse`, to one with a layer that attends to chosen
-    tokens; with `host`, to one that keeps pages in host memory.
+    tokens, whose entries are in host memory for most seeds; with `host`, to one that keeps pages in host memory; with
+    `ranks`, to one of several ranks, one of which may be lost, which have no host memory.
     """
     draw = random.Random(seed)
     reading = random.Random(f"reading {seed}")
@@ -56,14 +60,20 @@ def draw_scenario(
         scene = _with_states(scene, seed)
     if sparse:
         top_k = random.Random(f"sparse {seed}").choice([1, 2, 5, 9, 16])
-        scene = msgspec.structs.replace(scene, top_k=top_k)
-    if host:
+        hot = None if host else random.Random(f"hot {seed}").choice([None, 1, 2, 9])
+        scene = msgspec.structs.replace(scene, top_k=top_k, hot_per_choice=hot)
+    if ranks:
+        count = random.Random(f"ranks {seed}").choice([2, 2, 3, 4])
+        scene = msgspec.structs.replace(scene, num_ranks=count, hot_per_choice=None)
+    elif host:
         scene = _with_host(scene, seed)
     workload = _Workload(draw, scene, draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
     for step in range(num_steps):
         workload.step(step)
     end = draw.random()
-    if end < 0.08:
+    if ranks and end < 0.6:
+        workload.events.append(LoseRank(num_steps, random.Random(f"loss {seed}").choice(list(RankLoss))))
+    elif end < 0.08:
         workload.events.append(DeviceFault(num_steps))
     elif end < 0.25:
         workload.events.append(Close(num_steps))
@@ -174,7 +184,8 @@ class _Workload:
         if kind == 0:
             return RefuseAllocations(at, self.draw.randint(1, 4))
         if kind == 1:
-            return FailForward(at)
+            # With several ranks, a step that raises ends the engine: the last event does that.
+            return FailForward(at) if self.scene.num_ranks == 1 else RefuseAllocations(at, 2)
         return SlowForward(at, TICK * self.draw.randint(50, 600))
 
     def _submit(self, at: int) -> ClientSubmits:
@@ -207,7 +218,8 @@ class _Workload:
         prompt = draw.choice(self._beginnings) + self._tokens(draw.randint(0, 6))
         prompt = prompt[: self.scene.max_len - 2] or [1]
         if draw.random() < 0.06:
-            prompt[draw.randrange(len(prompt))] = draw.choice([RAISING, SPOILING])
+            special = draw.choice([RAISING, SPOILING])
+            prompt[draw.randrange(len(prompt))] = special if self.scene.num_ranks == 1 else SPOILING
         return prompt
 
     def _tokens(self, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from sightline.attention.kinds import COMPRESSED_KINDS, Feature, SpecKind
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.cache.layout import Layout
 from sightline.core.page_shape import fits
-from sightline.testing.conformance.rig import Row, Unused
+from sightline.testing.conformance.rig import Row, Subject, Unused
 from sightline.testing.conformance.state_steps import StateStep
 from sightline.testing.conformance.trial import Trial, check, needs_feature
 
@@ -129,6 +129,34 @@ def chosen_numbers(trial: Trial) -> None:
             trial.try_rows(rows, spec)
         fresh = [Row(0, (top_k + 2) * ratio), Row(0, 1), Row(0, 9)]
         trial.try_step(trial.step(trial.bench(spec), fresh, transient=True))
+
+
+def _reads_the_device(subject: Subject) -> str | None:
+    return None if subject.capability.hot_entries else "no entries in host memory are declared"
+
+
+@check("chosen-numbers", "refused-guesses", "entry-pages", excused=_reads_the_device, kinds=_ATTENTION)
+def hot_entries(trial: Trial) -> None:
+    """Entries in host memory give the same answers, with as few hot ones as a query chooses and with more: those of
+    other steps, those that this one completes, and none that a refused guess left."""
+    for top_k, per_choice in trial.some(((3, 1), (5, 3), (1, 1), (16, 2)), 1):
+        spec = replace(trial.plain, top_k=top_k)
+        ratio = spec.compression.ratio
+        setting = replace(trial.setting, hot_per_choice=per_choice, layout=Layout.SHUFFLED, unused=Unused.NAN)
+        rows = (Row(9 * ratio, 3), Row(2, 1), Row(5 * ratio + 1, 20))
+        step: StateStep = trial.compressed_step(trial.bench(spec, setting=setting), rows)
+        trial.try_step(step)
+        for seed, news in enumerate(((1, 1, 1), (2, 17, 1), (1, 1, 1), (1, 3, 18))):
+            following = [Row(row.seq_len, new) for row, new in zip(step.rows, news, strict=True)]
+            step = step.following(following, seed=seed)
+            step.pad(1, 2, torch.nan)
+            trial.try_step(step)
+        guesses = (Row(8 * ratio - 1, 6, candidates=6), Row(7, 1), Row(6 * ratio, 4, candidates=4))
+        guessing = trial.compressed_step(trial.bench(spec, setting=setting), guesses)
+        trial.try_step(guessing)
+        accepted = guessing.accepted((1, 1, 2), 1, seed=5)
+        trial.try_step(accepted)
+        trial.try_step(accepted.next_step(1, seed=6))
 
 
 @check("entries", kinds=_INDEX)

@@ -124,7 +124,7 @@ def _capture(
 
 def _context_bounds(step: LayerStep) -> tuple[int, ...]:
     """Bounds with which even a step without tokens is sparse, if its layer chooses entries or reads chosen ones."""
-    least = 0 if step.spec.top_k is None else step.spec.top_k + 1
+    least = 0 if step.spec.top_k is None else (step.spec.top_k + 1) * step.spec.tokens_per_entry
     return tuple(max(bound, least) for bound in step.batch.context_lens.bound)
 
 
