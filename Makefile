@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Tests start hundreds of Python processes: without kept bytecode each compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test prove lowest clients check format clean
+.PHONY: setup run test prove lowest clients check style format clean
 
 setup: $(READY)
 
@@ -37,17 +37,23 @@ $(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/ve
 run: setup
 	@exec $(BIN)/sightline serve --port $(PORT)
 
-check: setup
+check: style
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff format --check src tests benchmarks examples deploy
 	$(BIN)/ruff check src tests benchmarks examples deploy
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Two processes; the one that is done first takes tests from the other, so that no long module is left for the end.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
-test: check
-	$(PYTEST) -m 'not slow and not prove'
+# The types are checked beside the tests, because mypy keeps one core busy for more than a minute, and told after them.
+test: style
+	@mkdir -p .mypy_cache
+	@$(BIN)/mypy > .mypy_cache/report 2>&1 & types=$$!; \
+	$(PYTEST) -m 'not slow and not prove'; tests=$$?; \
+	wait $$types; types=$$?; cat .mypy_cache/report; exit $$((tests > types ? tests : types))
 
 prove: setup
 	$(PYTEST) -m 'prove and not slow'

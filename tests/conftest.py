@@ -9,8 +9,10 @@ What is marked `prove` has more time, so that a slow machine does not fail it.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from sightline.attention import capability
+from sightline.core import extensions
 from support.lone_oracles import import_oracles_alone
 from support.named_failures import NamedFailures
 
@@ -30,6 +33,7 @@ PROOFS = tuple(
         "testing",
         # Much time for what changes seldom, or for what quicker tests see a part of.
         "bench/attention",
+        "bench/engine",
         "kernels/cpu/test_compiler.py",
         "kernels/test_triton_experts.py",
         "kernels/test_triton_extend.py",
@@ -46,6 +50,7 @@ PROOFS = tuple(
         "test_fp8_cache.py",
         "test_latent_models.py",
         "test_real_weights.py",
+        "test_typing.py",
         "text/templates/test_template_sandbox.py",
     )
 )
@@ -63,16 +68,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session", autouse=True)
 def _packages_are_looked_for_once() -> Iterator[None]:
-    """Every engine asks some hundred times whether a kernel library is installed: a fifth of a tiny engine's start."""
+    """Every engine asks some hundred times whether a kernel library is installed, and reads the entry points of every
+    package: half of a tiny engine's start. A test that changes the path or `find_spec` is told what is there then."""
+    look = capability._is_installed
+
+    @cache
+    def looked(package: str, finder: object) -> bool:
+        return look(package)
+
+    @cache
+    def listed(group: str, path: tuple[str, ...]) -> EntryPoints:
+        return entry_points(group=group)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capability, "find_spec", cache(find_spec))
+        patch.setattr(capability, "_is_installed", lambda package: looked(package, vars(capability)["find_spec"]))
+        patch.setattr(extensions, "entry_points", lambda *, group: listed(group, tuple(sys.path)))
         yield
+
+
+@cache
+def _is_proof(path: Path) -> bool:
+    """Whether all tests of a file are proofs: asked once a file, because thousands of tests share few files."""
+    return any(path.is_relative_to(place) for place in PROOFS)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(place) for place in PROOFS):
+        if _is_proof(item.path):
             item.add_marker(pytest.mark.prove)
         if item.get_closest_marker("prove") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PROOF_SECONDS))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from sightline.attention.kinds import SpecKind
 from support.compressed_bench import DIM as HEAD_DIM
-from support.compressed_bench import HEADS, Backends, CompressedBench, Text, TextPart, branch, text_of
+from support.compressed_bench import HEADS, TOP_K, Backends, CompressedBench, Text, TextPart, branch, text_of
+from support.hot_compressed import traffic
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -28,6 +30,13 @@ def backends() -> Backends:
 
 def made(page_size: int = 16, **changes: object) -> CompressedBench:
     return CompressedBench(backends(), page_size, device=DEVICE, **changes)  # type: ignore[arg-type]
+
+
+def hot(page_size: int = 16, buffer: int = 2 * TOP_K) -> CompressedBench:
+    """With chosen entries in host memory."""
+    from sightline.kernels.triton.hot_entries import fetch_entries
+
+    return made(page_size, buffer=buffer, copy=fetch_entries)
 
 
 def feed(bench: CompressedBench, text: Text, chunk: int, *, row: int | None = None, start: int = 0) -> int:
@@ -90,16 +99,28 @@ def test_half_precision_is_close_to_the_oracle() -> None:
         bench.store.lengths.commit(row, start + 1)
 
 
-def test_a_captured_step_gives_the_same_bits() -> None:
+@pytest.mark.parametrize(("page_size", "buffer"), [(16, TOP_K), (1, 3 * TOP_K + 1), (64, 200)])
+def test_chosen_entries_in_host_memory_are_read_behind_hot_ones(page_size: int, buffer: int) -> None:
+    bench = hot(page_size, buffer=buffer)
+    traffic(bench)
+    torch.cuda.synchronize()
+    # The first call, in `traffic`, has started a copy of the counts.
+    counts = bench.coordinators["group0"].counts()
+    assert 0 < counts.copied < counts.chosen
+
+
+@pytest.mark.parametrize(("make", "layer"), [(made, 1), (made, 0), (hot, 0)])
+def test_a_captured_step_gives_the_same_bits(make: Callable[[], CompressedBench], layer: int) -> None:
     """Its launches depend on nothing that a replay changes."""
-    bench, text, layer = made(), text_of(70, 0), 1
+    bench, text = make(), text_of(70, 0)
     row = bench.open_row(text.length)
     bench.step([TextPart(row, text, 0, 69)])
     part = TextPart(row, text, 69, 70)
     planned = bench.plan([part])
     bench.planner.launch(planned)
     planned.prepare()
-    inputs = bench.joined([part], layer, 1)
+    chosen = text.chosen[layer][69:].to(DEVICE, torch.int32) if layer in text.chosen else None
+    inputs = bench.joined([part], layer, 1, chosen)
     eager = torch.full((1, HEADS, HEAD_DIM), torch.nan, device=DEVICE)
     planned.attend(layer, inputs, eager)
     replayed, graph = torch.full_like(eager, torch.nan), torch.cuda.CUDAGraph()

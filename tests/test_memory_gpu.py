@@ -17,8 +17,9 @@ from sightline.core.request import EffectiveParams
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.build import build_runtime
 from sightline.runner.memory import memory_ledger
+from sightline.runner.runtime import Runtime
 from sightline.runner.sampling.sampler import RowSampling, choose
 from support.tiny_models import make_model
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import sightline
 from sightline import LLM
 from sightline.cli import app
+from sightline.core.answer_format import AnswerFormat, AnswerReading
 from sightline.core.command_line import flag
 from sightline.core.config import EngineConfig, EngineKeywords, KeptSettings
 from sightline.core.errors import ConfigError, RequestError
@@ -58,6 +59,7 @@ PARAMETERS: dict[str, Any] = {
     "allowed_token_ids": (3, 4),
     "bad_words": ("x",),
     "structured_outputs": {"regex": "x+"},
+    "reading": AnswerReading(AnswerFormat()),
 }
 """A value for each that is not its default."""
 OWN_OPTIONS = {
@@ -66,7 +68,16 @@ OWN_OPTIONS = {
     "embed": {"texts", "input_path", "input_format", "named_field", "output", "output_format", "truncate"}
     | {"dimensions", "quiet", "prove"},
     "serve": {"name", "prove", "host", "port", "api_key", "served_model_name", "allowed_host", "max_body_bytes"}
-    | {"max_answer_bytes", "max_request_cost", "request_timeout", "drain_timeout", "stall_timeout", "log_level"}
+    | {
+        "max_answer_bytes",
+        "max_stored_responses",
+        "max_stored_bytes",
+        "max_request_cost",
+        "request_timeout",
+        "drain_timeout",
+        "stall_timeout",
+        "log_level",
+    }
     | {"text_processes", "text_timeout", "allow_unknown_fields", "cors_origin", "otlp_traces_endpoint"},
 }
 """Options and arguments that say what a command does, not how its engine is set."""
@@ -174,7 +185,8 @@ def test_the_command_line_takes_every_setting(name: str) -> None:
     setting = stated(EngineConfig)[name]
     value = sample(setting)
     words = [flag(name)] if setting.kind is bool else [flag(name), str(value)]
-    words += ["--enable-hisparse"] if name == "hisparse_config" else []
+    needed = {"hisparse_config": ["--enable-hisparse"], "enable_two_batch_overlap": ["--tp", "2"]}
+    words += needed.get(name, [])
     found = parsed("serve", *words)
     assert found[name] == value
     own = OWN_OPTIONS["serve"]
@@ -250,10 +262,20 @@ def test_a_number_for_a_name_is_refused(given: dict[str, Any]) -> None:
         EngineConfig(**given)
 
 
-@pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"tp": 8}, {"tp_size": 4}], ids=str)
-def test_more_than_one_device_is_not_supported_yet(given: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"expected tensor_parallel_size 1, got \d: more is not supported yet"):
-        LLM(**given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "tp", "tp_size"])
+def test_ranks_have_the_names_of_other_engines(name: str) -> None:
+    given: dict[str, Any] = {name: 2}
+    assert EngineKeywords(**given).tensor_parallel_size == 2
+    assert parsed("serve", flag(name), "2")["tensor_parallel_size"] == 2
+
+
+FROZEN = {"speculative_config": {"method": "frozen_kv_mtp", "model": "a/drafter"}}
+
+
+@pytest.mark.parametrize("given", [{"enable_hisparse": True}, {"host_cache_gib": 1.0}, FROZEN], ids=str)
+def test_what_ranks_do_not_have_is_refused_with_the_reason(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected tensor_parallel_size 1 with"):
+        EngineConfig(tensor_parallel_size=2, **given)
 
 
 def test_the_share_of_a_card_has_the_names_of_both_big_engines() -> None:
@@ -336,8 +358,8 @@ def test_words_lead_to_names_that_there_are_and_are_none_themselves() -> None:
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_http_fields_are_the_sampling_parameters_with_their_bounds_and_help(kind: type) -> None:
-    # Log probabilities have another form over HTTP, and text is what an answer is.
-    assert set(SAMPLED) == stated(SamplingParams).keys() - {"logprobs", "detokenize"}
+    # Log probabilities have another form over HTTP, text is what an answer is, and the model says how it is read.
+    assert set(SAMPLED) == stated(SamplingParams).keys() - {"logprobs", "detokenize", "reading"}
     schema = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
     for name in SAMPLED:
         setting, described = stated(SamplingParams)[name], schema[name]

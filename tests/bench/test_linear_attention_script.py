@@ -19,7 +19,7 @@ from sightline.core.device import detect_device
 from support import stand_in_recurrences
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "linear_attention.py"
-ADAPTERS = ("fla.call", "fla.recurrent_backend", "flashinfer.recurrent_backend")
+ADAPTERS = ("fla.call", "fla.kimi_prompts", "fla.recurrent_backend", "flashinfer.recurrent_backend")
 NUMBER = re.compile(r"[0-9.]+ from the host")
 
 

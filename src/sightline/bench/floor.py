@@ -18,7 +18,7 @@ from sightline.attention.groups import LayerGroup
 from sightline.core.config import Quantization
 from sightline.models.contract import ExpertStack
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
-from sightline.runner.build import Runtime
+from sightline.runner.runtime import Runtime
 
 _PRODUCT_SIZES = (128, 512, 2048, 8192)
 _AT_ONCE_SECONDS = 0.02

@@ -24,7 +24,8 @@ from sightline.bench.tables import NONE, markdown_table
 from sightline.core.config import EngineKeywords
 from sightline.core.ledger import Ledger
 from sightline.engine.engine import Engine
-from sightline.llm import EngineSettings, build_engine_of
+from sightline.llm import EngineSettings
+from sightline.opening import build_engine_of
 
 AIM = 0.95
 """Share of the reusable tokens that should be reused."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -162,17 +162,22 @@ def _profile_cpu(engine: Engine, num_steps: int) -> tuple[list[OperationTime], d
 
 
 def _profile_card(engine: Engine, num_steps: int, plain: float) -> tuple[list[OperationTime], dict[str, float]]:
+    spans = card_spans(lambda: step_seconds(engine, num_steps))
+    return kernel_times(spans, num_steps), card_groups(spans, num_steps, plain)
+
+
+def card_spans(run: Callable[[], object]) -> list[DeviceSpan]:
+    """What a card does while `run` is called, and until it has done all of it."""
     # Nothing of an earlier step may run while the profiler records.
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        step_seconds(engine, num_steps)
+        run()
         torch.cuda.synchronize()
-    spans = [
+    return [
         DeviceSpan(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    return kernel_times(spans, num_steps), card_groups(spans, num_steps, plain)
 
 
 def kernel_times(spans: Iterable[DeviceSpan], num_steps: int) -> list[OperationTime]:

@@ -29,9 +29,10 @@ from sightline.core.config import MEMORY_FRACTIONS, EngineConfig, EngineKeywords
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.ledger import Ledger
-from sightline.llm import LLM, EngineSettings, build_engine_of, open_named
+from sightline.llm import LLM, EngineSettings
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.random_weights import RandomCheckpoint
+from sightline.opening import build_engine_of, open_named
 
 CHECKED_TEXT = (
     "The kettle had been on the stove for some time when Anna came home from the market. She put the basket on the "
