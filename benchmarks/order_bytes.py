@@ -29,7 +29,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             sizes.clear()
-            with led_engine(Path(folder), 2, config_of(tensor_parallel_size=2)) as engine:
+            with led_engine(Path(folder), config_of(tensor_parallel_size=2)) as engine:
                 answers(engine)
         ordered = sorted(sizes)
         print(f"{name}: {len(ordered)} orders, {ordered[len(ordered) // 2]} bytes half-way, {ordered[-1]} at most")

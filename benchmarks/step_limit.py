@@ -45,8 +45,8 @@ def measure(engine: Engine, args: argparse.Namespace) -> list[str]:
         ]
         num_prompt_tokens += args.prompt_len if guest.tokens else sum(computed)
         engine.forget(guest.request_id)
-        if engine.prefixes is not None:
-            engine.prefixes.clear()
+        for prefixes in engine.prefixes:
+            prefixes.clear()
     seconds = time.perf_counter() - start
     if any(row.ended for row in rows):
         raise SystemExit("expected rows that generate to the end, got one that ended; raise --row-tokens")

@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import HashStore
 
 from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
-from sightline.distributed.collectives import GroupCollectives
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import LONE, GroupCollectives, Links
+from sightline.distributed.ranks import Place, Rank
 from sightline.models.loading.opening import open_checkpoint
 from sightline.opening import build_engine_of
 from sightline.runner.roles import Leads
@@ -40,7 +40,7 @@ def test_collectives_of_one_rank_change_nothing(collectives: GroupCollectives) -
     tokens = torch.arange(9, device="cuda")
     collectives.broadcast(tokens)
     assert tokens.tolist() == list(range(9))
-    assert torch.equal(collectives.gather(x, [7]), x)
+    assert torch.equal(collectives.gather(x, [7], dim=1), x)
     assert collectives.least([3, -4]) == [3, -4]
     collectives.limit(5.0)
 
@@ -68,7 +68,7 @@ def test_an_engine_of_one_rank_answers_in_graphs_as_one_without(
     expected = answers(alone(tmp_path, config))
     monkeypatch.setattr(Rank, "is_alone", False)
     ledger = Ledger()
-    role = Leads(collectives, QueueSender([]))
+    role = Leads(Links(Place(collectives.rank, 1), collectives, collectives, LONE), QueueSender([]))
     engine = build_engine_of(config, open_checkpoint(tmp_path, ledger), ledger, role=role)
     assert answers(engine) == expected
     assert engine.runtime.runner.num_replayed

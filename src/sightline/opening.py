@@ -49,7 +49,7 @@ def build_engine_of(
 ) -> Engine:
     """Like `build_engine`, for a checkpoint that is open. `role` is that of this process if the model is divided
     and the other processes run already; without it, this one starts them."""
-    if config.tensor_parallel_size > 1 and role is ALONE_ROLE:
+    if config.num_ranks > 1 and role is ALONE_ROLE:
         role = lead(config, checkpoint.location)
     try:
         return _build(config, checkpoint, ledger, on_step, temperature, role)

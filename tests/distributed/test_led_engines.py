@@ -79,7 +79,7 @@ def cells() -> list[ParameterSet]:
 def test_two_ranks_answer_as_one(model: str, feature: str, folders: Callable[[str], Path]) -> None:
     folder = folders(model)
     expected = answers(alone(folder, config_of()))
-    with led_engine(folder, 2, config_of(tensor_parallel_size=2, **FEATURES[feature])) as engine:
+    with led_engine(folder, config_of(tensor_parallel_size=2, **FEATURES[feature])) as engine:
         assert answers(engine) == expected
         assert bool(engine.runtime.runner.num_halved) == feature.startswith("halves")
         assert answers(engine) == expected, "with prefixes that are cached"
@@ -91,7 +91,7 @@ def test_two_ranks_answer_as_one(model: str, feature: str, folders: Callable[[st
 def test_more_ranks_answer_as_one(model: str, size: int, folders: Callable[[str], Path]) -> None:
     folder = folders(model)
     expected = answers(alone(folder, config_of()))
-    with led_engine(folder, size, config_of(tensor_parallel_size=size)) as engine:
+    with led_engine(folder, config_of(tensor_parallel_size=size)) as engine:
         assert answers(engine) == expected
 
 
@@ -99,7 +99,7 @@ def test_more_ranks_answer_as_one(model: str, size: int, folders: Callable[[str]
 @pytest.mark.parametrize("model", ["dense", "hybrid", "compressed"])
 def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callable[[str], Path]) -> None:
     folder, params = folders(model), {"n": 3, "seed": 5, "temperature": 1.0}
-    with led_engine(folder, 2, config_of(tensor_parallel_size=2)) as engine:
+    with led_engine(folder, config_of(tensor_parallel_size=2)) as engine:
         assert sampled(engine, **params) == sampled(alone(folder, config_of()), **params)
 
 
@@ -124,6 +124,6 @@ def test_networks_that_guess_run_on_the_first_rank(
     guessing = save(tmp_path / "model", tmp_path / "other")
     expected = answers(alone(tmp_path / "model", config_of()))
     config = config_of(tensor_parallel_size=2, speculative_config=guessing, enable_two_batch_overlap=halves)
-    with led_engine(tmp_path / "model", 2, config) as engine:
+    with led_engine(tmp_path / "model", config) as engine:
         assert answers(engine) == expected
         assert engine.metrics().spec_decode_num_draft_tokens

@@ -136,7 +136,7 @@ def found(folder: Path, ranks: int) -> list[tuple[int, ...]]:
     if ranks == 1:
         engine = alone(folder, config)
         return [*answers(engine), *sampled(engine, **params)]
-    with led_engine(folder, ranks, config) as engine:
+    with led_engine(folder, config) as engine:
         return [*answers(engine), *sampled(engine, **params)]
 
 

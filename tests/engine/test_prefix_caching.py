@@ -69,8 +69,8 @@ def test_answers_are_those_without_a_cache(
     cached = tiny(folder, max_num_batched_tokens=chunk, max_num_seqs=4)
     for prompts, answers in rounds:
         assert tokens(ask(cached, prompts)) == answers
-    assert cached.engine.prefixes is not None
-    assert cached.engine.prefixes.num_pages > 0
+    [prefixes] = cached.engine.prefixes
+    assert prefixes.num_pages > 0
     assert is_at_rest(cached)
 
 

@@ -122,8 +122,8 @@ def test_measuring_chooses_from_the_time_of_one_token_and_leaves_nothing(max_len
     assert engine.pace.max_step_ms == pytest.approx(LEAST_SECONDS * 1e3)
     assert not engine.has_work
     assert all(each.num_free == each.num_usable for each in allocators)
-    assert engine.prefixes is not None
-    assert engine.prefixes.num_pages == 0
+    [prefixes] = engine.prefixes
+    assert prefixes.num_pages == 0
     metrics = engine.metrics()
     counts = (metrics.steps, metrics.plans, metrics.prompt_tokens, metrics.generation_tokens, metrics.step_seconds)
     assert counts == (0, 0, 0, 0, 0.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from sightline import LLM, SamplingParams
 from sightline.attention.planner import PlannedBatch
 from sightline.core.errors import EngineClosedError
+from sightline.runner.replicas import Beside
 from support.tiny_models import random_prompts
 
 
@@ -16,10 +18,10 @@ def main(folder: str) -> None:
     llm = LLM(folder, skip_tokenizer_init=True, cache_tokens=1024, device="cuda", dtype="float32")
     engine, forward, num_forwards = llm.engine, llm.engine.runtime.runner.forward, 0
 
-    def dying(planned: PlannedBatch, states: torch.Tensor | None = None) -> torch.Tensor:
+    def dying(planned: PlannedBatch, states: torch.Tensor | None = None, beside: Sequence[Beside] = ()) -> torch.Tensor:
         nonlocal num_forwards
         num_forwards += 1
-        logits = forward(planned, states)
+        logits = forward(planned, states, beside)
         if num_forwards == 4:
             # An index out of bounds: the kernel asserts, and nothing on the device works any more.
             logits[torch.tensor([10**6], device="cuda")]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from sightline import LLM
+from sightline.cache.prefix import PrefixCache
+from sightline.cache.store import CacheStore
 from sightline.scheduler.sequence import SequenceState
 from sightline.speculative.drafter import Drafter
 
@@ -23,7 +27,13 @@ def is_at_rest(llm: LLM) -> bool:
     drafts = llm.engine._drafts
     if drafts is not None and kept_by_drafters(drafts):
         return False
-    store, prefixes = llm.engine.runtime.store, llm.engine.prefixes
+    runtime = llm.engine.runtime
+    stores = (runtime.store, *runtime.others)
+    return all(store_is_at_rest(*each) for each in zip_longest(stores, llm.engine.prefixes))
+
+
+def store_is_at_rest(store: CacheStore, prefixes: PrefixCache | None) -> bool:
+    """The same of one replica's cache."""
     cached = list(prefixes.nodes()) if prefixes is not None else []
     owned_once = all(
         pool.allocator.owners(page) == 1

@@ -17,8 +17,8 @@ from sightline.core.errors import RankLostError
 from sightline.core.ledger import Ledger
 from sightline.core.request import SamplingParams
 from sightline.distributed.channels import OrderReceiver, OrderSender
-from sightline.distributed.collectives import GroupCollectives
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import connect
+from sightline.distributed.ranks import Place, Rank
 from sightline.engine.engine import Engine
 from sightline.models.loading.opening import open_checkpoint
 from sightline.opening import build_engine_of
@@ -69,15 +69,15 @@ class QueueReceiver(OrderReceiver):
 
 
 @contextmanager
-def led_engine(folder: Path, size: int, config: EngineConfig) -> Iterator[Engine]:
+def led_engine(folder: Path, config: EngineConfig) -> Iterator[Engine]:
     """The engine of the first rank. The others end with it; what they raised is raised here."""
-    store, device = HashStore(), detect_device("cpu")
+    size, store, device = config.num_ranks, HashStore(), detect_device("cpu")
     queues: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(size - 1)]
     errors: list[BaseException] = []
 
     def follow(index: int) -> None:
         try:
-            role = Follows(GroupCollectives(Rank(index, size), store, device, TIMEOUT_S, 2))
+            role = Follows(connect(Place(Rank(index, size), config.data_parallel_size), store, device, TIMEOUT_S, 2))
             ledger = Ledger()
             runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, role=role)
             follower = Follower(runtime, QueueReceiver(queues[index - 1]), make_recorder(runtime))
@@ -90,7 +90,8 @@ def led_engine(folder: Path, size: int, config: EngineConfig) -> Iterator[Engine
     for each in threads:
         each.start()
     ledger = Ledger()
-    role = Leads(GroupCollectives(Rank(0, size), store, device, TIMEOUT_S, 2), QueueSender(queues))
+    links = connect(Place(Rank(0, size), config.data_parallel_size), store, device, TIMEOUT_S, 2)
+    role = Leads(links, QueueSender(queues))
     engine = build_engine_of(config, open_checkpoint(folder, ledger), ledger, role=role)
     try:
         yield engine

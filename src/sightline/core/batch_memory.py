@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self.tenant = 0
+
+    @property
+    def shape(self) -> StepShape | None:
+        """The shape that batches in it are padded to; None if they are as large as their rows."""
+        return None
 
     def put(self, columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
         """Each column as a tensor int64 on the device, by a single copy."""
@@ -57,6 +62,27 @@ class StepShape:
         return f"{tokens}, one a row" if self.query_bound == 1 else f"{tokens}, up to {self.query_bound} a row"
 
 
+class StepSize(NamedTuple):
+    """What decides how a step is padded, and which bucket it fits."""
+
+    num_rows: int
+    num_tokens: int
+    longest: int
+    """Most new tokens of a row."""
+    is_causal: bool
+    """True if every row has a causal mask."""
+
+    @staticmethod
+    def joined(sizes: Sequence[StepSize]) -> StepSize:
+        """The size that all of some steps fit in."""
+        num_rows, num_tokens, longest, are_causal = zip(*sizes, strict=True)
+        return StepSize(max(num_rows), max(num_tokens), max(longest), all(are_causal))
+
+    def padded(self, shape: StepShape | None) -> tuple[int, int]:
+        """Rows and tokens of the step in a bucket of this shape, or without one."""
+        return (self.num_rows, self.num_tokens) if shape is None else (shape.size, shape.size)
+
+
 class StaticMemory(BatchMemory):
     """Tensors at fixed addresses, for one batch of the shape at a time."""
 
@@ -65,7 +91,7 @@ class StaticMemory(BatchMemory):
     def __init__(self, shape: StepShape, num_slot_columns: int, device: torch.device, ring: StagingRing) -> None:
         """`ring` must have buffers of `num_numbers(shape, num_slot_columns)`."""
         super().__init__()
-        self.shape = shape
+        self._shape = shape
         self.device = device
         self._ring = ring
         self._block = torch.zeros(self.num_numbers(shape, num_slot_columns), dtype=torch.int64, device=device)
@@ -75,6 +101,10 @@ class StaticMemory(BatchMemory):
     def num_numbers(shape: StepShape, num_slot_columns: int) -> int:
         """Numbers that a batch of the shape consists of."""
         return _num_columns(num_slot_columns) * shape.size
+
+    @property
+    def shape(self) -> StepShape:
+        return self._shape
 
     def put(self, columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
         """Overwrites the tensors. Padding is 0 everywhere: no length, the padding row, the padding slot."""

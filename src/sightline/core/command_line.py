@@ -13,7 +13,8 @@ WITHOUT_ATTENTION = (
     *("model", "max_queued_requests", "async_scheduling", "require_proof", "seed"),
     *("chat_template", "skip_tokenizer_init", "skip_weight_check", "max_step_ms", "strict", "paranoid"),
     *("layer_kernels", "cuda_graph_sizes", "enforce_eager", "speculative_config", "host_cache_gib"),
-    *("tool_call_parser", "reasoning_parser", "dist_timeout", "enable_two_batch_overlap"),
+    *("tool_call_parser", "reasoning_parser", "dist_timeout", "enable_two_batch_overlap", "data_parallel_size"),
+    "enable_expert_parallel",
 )
 """Settings that change nothing that is asked of attention, and the model, which is always named."""
 

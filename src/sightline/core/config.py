@@ -210,6 +210,21 @@ class EngineConfig(KeptSettings):
         flags=("-tp",),
         only_generates=True,
     )
+    data_parallel_size: int = setting(
+        1,
+        "Replicas of the model, each of tensor_parallel_size processes with rows and a cache of its own. Limits of "
+        "rows, tokens and cache are for each of them.",
+        low=1,
+        high=MOST_RANKS,
+        flags=("-dp",),
+        only_generates=True,
+    )
+    enable_expert_parallel: bool = setting(
+        False,
+        "Divide experts among the processes of all replicas, instead of those of each. All replicas run steps of one "
+        "size then.",
+        only_generates=True,
+    )
     dist_timeout: float = setting(
         20.0,
         "Seconds after which a process of a model that is divided, and that takes part in no step, counts as lost. All "
@@ -245,9 +260,9 @@ class EngineConfig(KeptSettings):
                 "keeps three, and no backend reads it; use fp8_e4m3"
             )
         check_settings(self, ConfigError)
-        if self.tensor_parallel_size > 1:
+        if self.num_ranks > 1:
             self._check_ranks()
-        elif self.enable_two_batch_overlap:
+        if self.tensor_parallel_size == 1 and self.enable_two_batch_overlap:
             raise ConfigError(
                 "expected a tensor_parallel_size above 1 with enable_two_batch_overlap, which hides what several "
                 "processes exchange, got 1; leave one out"
@@ -273,8 +288,23 @@ class EngineConfig(KeptSettings):
             if each.only_generates and self.task == Task.EMBED.value and vars(self)[name] != each.default:
                 raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")
 
+    @property
+    def num_ranks(self) -> int:
+        """The processes that compute the model."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
     def _check_ranks(self) -> None:
         """Raises for settings that several ranks do not have."""
+        if self.num_ranks > MOST_RANKS:
+            raise ConfigError(
+                f"expected at most {MOST_RANKS} processes, got tensor_parallel_size {self.tensor_parallel_size} × "
+                f"data_parallel_size {self.data_parallel_size}; lower one"
+            )
+        if self.data_parallel_size > 1 and self.enable_two_batch_overlap:
+            raise ConfigError(
+                "expected data_parallel_size 1 with enable_two_batch_overlap, got "
+                f"{self.data_parallel_size}: steps of several replicas are not cut in two yet; leave one of them out"
+            )
         speculation = read_speculation(self.speculative_config)
         method = "" if speculation is None else speculation.method
         refused = {
@@ -288,8 +318,8 @@ class EngineConfig(KeptSettings):
         for name, (is_asked, why) in refused.items():
             if is_asked:
                 raise ConfigError(
-                    f"expected tensor_parallel_size 1 with {name}, got {self.tensor_parallel_size}: {why}; leave one "
-                    "of them out"
+                    f"expected one process with {name}, got {self.num_ranks} by tensor_parallel_size and "
+                    f"data_parallel_size: {why}; leave one of them out"
                 )
 
 
@@ -317,6 +347,9 @@ class EngineKeywords(EngineConfig):
     disable_cuda_graph: bool | None = alias("enforce_eager")
     tp: int | None = alias("tensor_parallel_size")
     tp_size: int | None = alias("tensor_parallel_size")
+    dp: int | None = alias("data_parallel_size")
+    dp_size: int | None = alias("data_parallel_size")
+    enable_ep: bool | None = alias("enable_expert_parallel")
     speculative_algorithm: str | None = alias("speculative_config", fields=speculation_words.algorithm)
     speculative_num_steps: int | None = alias(
         "speculative_config", fields=speculation_words.the_field("num_speculative_tokens")

@@ -353,7 +353,7 @@ def _resolve_graph_sizes(
         asked = "auto"
     if config.enforce_eager or asked is None:
         return ()
-    if config.tensor_parallel_size > 1 and device.kind is DeviceKind.CPU:
+    if config.num_ranks > 1 and device.kind is DeviceKind.CPU:
         ledger.note("cuda_graph_sizes", "steps of several ranks run eagerly on a CPU, with the same results")
         return ()
     # Python refuses to convert thousands of digits.
@@ -443,7 +443,7 @@ def _share_memory(
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
     memory = share_out(
         device.kind,
-        device_memory(device).of_one(config.tensor_parallel_size if device.kind is DeviceKind.CPU else 1),
+        device_memory(device).of_one(config.num_ranks if device.kind is DeviceKind.CPU else 1),
         fraction,
         facts.weight_bytes(dtype, kernels),
         _output_memory(config, kernels, facts, device, max_rows),

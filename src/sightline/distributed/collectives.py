@@ -3,6 +3,7 @@
 Collectives           the interface
 LoneCollectives       of a rank that has no others: nothing is exchanged
 GroupCollectives      by torch.distributed: gloo between CPUs, NCCL between GPUs
+Links                 the groups that a process belongs to
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import datetime
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from sightline.core.device import Device, DeviceKind
 from sightline.core.environment import keep_ranks_local
 from sightline.core.errors import RankLostError
-from sightline.distributed.ranks import ALONE, Rank
+from sightline.distributed.ranks import ALONE, FIRST, Place, Rank
 
 
 class Collectives(ABC):
@@ -35,8 +37,16 @@ class Collectives(ABC):
         """Replaces x by its sum over all ranks. Its memory must be without gaps, in any order of dimensions."""
 
     @abstractmethod
-    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """The parts [rows, width] of all ranks side by side. `widths` has the width of each rank's part."""
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        """The parts of all ranks, one after another in a dimension. `sizes` has the size of each rank's part in it."""
+
+    @abstractmethod
+    def stack(self, part: Tensor, out: Tensor) -> None:
+        """Writes the parts [n, …] of all ranks, one after another, to `out` [ranks * n, …]. Both are contiguous."""
+
+    @abstractmethod
+    def sum_of_part(self, parts: Tensor, out: Tensor) -> None:
+        """The opposite of `stack`: sums the parts of all ranks in `parts` and writes this rank's to `out`."""
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> None:
@@ -69,9 +79,15 @@ class LoneCollectives(Collectives):
     def sum(self, x: Tensor) -> None:
         del x
 
-    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        del widths
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        del sizes, dim
         return part
+
+    def stack(self, part: Tensor, out: Tensor) -> None:
+        out.copy_(part)
+
+    def sum_of_part(self, parts: Tensor, out: Tensor) -> None:
+        out.copy_(parts)
 
     def broadcast(self, x: Tensor) -> None:
         del x
@@ -115,15 +131,25 @@ class GroupCollectives(Collectives):
         if x.numel():
             self._wait("a sum", self._group.allreduce, [x.as_strided((x.numel(),), (1,), x.storage_offset())])
 
-    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        # Parts of one width, because only those are exchanged in one call on every kind of device.
-        rows, widest = len(part), max(widths)
-        padded = part.new_zeros((rows, widest))
-        padded[:, : part.shape[1]].copy_(part)
-        received = part.new_empty((self.rank.size, rows, widest))
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        # Parts of one size, because only those are exchanged in one call on every kind of device.
+        shape = list(part.shape)
+        shape[dim] = max(sizes)
+        padded = part.new_zeros(shape)
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        received = part.new_empty((self.rank.size, *shape))
         if padded.numel():
             self._wait("a gathering", self._group.allgather, [list(received.unbind(0))], [padded])
-        return torch.cat([each[:, :width] for each, width in zip(received.unbind(0), widths, strict=True)], dim=1)
+        parts = zip(received.unbind(0), sizes, strict=True)
+        return torch.cat([each.narrow(dim, 0, size) for each, size in parts], dim=dim)
+
+    def stack(self, part: Tensor, out: Tensor) -> None:
+        if part.numel():
+            self._wait("an exchange of rows", self._group._allgather_base, out, part)
+
+    def sum_of_part(self, parts: Tensor, out: Tensor) -> None:
+        if out.numel():
+            self._wait("a sum of rows", self._group._reduce_scatter_base, out, parts)
 
     def broadcast(self, x: Tensor) -> None:
         if x.numel():
@@ -166,6 +192,60 @@ class GroupCollectives(Collectives):
             raise RankLostError(
                 f"{self.rank} waited for the others in {what}, and at least one did not take part: {cause}"
             ) from error
+
+
+@dataclass(frozen=True)
+class Links:
+    """The groups that a process belongs to. All processes use them in the same order."""
+
+    place: Place
+    everyone: Collectives
+    """All ranks."""
+    within: Collectives
+    """The ranks of its replica."""
+    across: Collectives
+    """The ranks that have its place in the other replicas."""
+
+    @contextmanager
+    def in_lane(self, lane: int) -> Iterator[None]:
+        """Lets the calling thread use the connections of a lane in every group."""
+        with ExitStack() as stack:
+            for each in self._groups():
+                stack.enter_context(each.in_lane(lane))
+            yield
+
+    def limit(self, seconds: float) -> None:
+        """Sets how long to wait for a rank that takes no part."""
+        for each in self._groups():
+            each.limit(seconds)
+
+    def close(self) -> None:
+        """Ends all connections, which fails what still waits for one."""
+        for each in self._groups():
+            each.close()
+
+    def _groups(self) -> set[Collectives]:
+        """Each group once: that of a replica is that of everyone if there is one replica."""
+        return {self.everyone, self.within, self.across}
+
+
+NO_LINKS = Links(FIRST, LONE, LONE, LONE)
+
+
+def connect(place: Place, store: Store, device: Device, timeout_s: float, num_lanes: int = 1) -> Links:
+    """Connects a process with the others, each of which must connect itself with the same store."""
+
+    def group(name: str, rank: Rank) -> Collectives:
+        return GroupCollectives(rank, PrefixStore(name, store), device, timeout_s, num_lanes)
+
+    within, replica = place.within, place.replica
+    everyone = group("everyone", place.rank)
+    if replica.is_alone:
+        return Links(place, everyone, everyone, LONE)
+    if within.is_alone:
+        return Links(place, everyone, LONE, everyone)
+    inside = group(f"replica {replica.index}", within)
+    return Links(place, everyone, inside, group(f"ranks {within.index}", replica))
 
 
 def _make_group(rank: Rank, store: Store, device: DeviceKind, timeout: datetime.timedelta) -> dist.ProcessGroup:

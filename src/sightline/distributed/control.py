@@ -18,7 +18,6 @@ class RankStart(msgspec.Struct, frozen=True, tag=1):
     """The leading rank's first message."""
 
     index: int
-    size: int
     config: EngineConfig
     store: str
     """The file by which the ranks find each other."""

@@ -42,10 +42,9 @@ class TreeOfRow(msgspec.Struct, frozen=True, array_like=True):
     """For each token, the new tokens that it sees."""
 
 
-class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """One step."""
+class PartOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks of one replica compute in a step."""
 
-    number: int
     rows: Sequence[int]
     context_lens: Sequence[int]
     query_lens: Sequence[int]
@@ -53,12 +52,22 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag=1):
     num_candidates: Sequence[int]
     padded_rows: int
     padded_tokens: int
-    """The size of the step with padding, which all ranks must agree on before they plan."""
+    """The size of the step with padding, which all ranks agree on before they plan; 0 if there is nothing to do."""
+    bucket: tuple[int, int] | None = None
+    """The size of the bucket that it is run in, and its bound of new tokens in a row; None if it is run eagerly."""
     pages: Sequence[PagesOfRow] = ()
     """What changed since the last order."""
     states: Sequence[StatesOfRow] = ()
     """For each row, in a model that keeps states."""
     trees: Sequence[TreeOfRow] = ()
+
+
+class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """One step."""
+
+    number: int
+    parts: Sequence[PartOrder]
+    """What each replica computes."""
     first_rows: int = 0
     """The rows of the first half of a step that is cut in two; 0 if it is not."""
     is_captured: bool = False
@@ -69,6 +78,7 @@ class CopyOrder(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Copy the first entries of a page to another page."""
 
     number: int
+    replica: int
     pool: str
     source: int
     target: int
@@ -79,6 +89,7 @@ class MoveOrder(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Copy entries from slots to other slots."""
 
     number: int
+    replica: int
     pool: str
     sources: Sequence[int]
     targets: Sequence[int]

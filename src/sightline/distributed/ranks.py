@@ -1,4 +1,13 @@
-"""Ranks: the processes among which one model is divided."""
+"""Ranks: the processes that compute one model, which stand in a grid.
+
+             rank within the replica
+             0     1     …
+replica 0    0     1           each replica has rows and a cache of its own, and all of the model
+replica 1    2     3           the ranks of a replica have a part of the model each
+…
+
+Experts may be divided among all ranks instead.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +49,45 @@ class Rank:
 
 
 ALONE = Rank(0, 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in the grid."""
+
+    rank: Rank
+    """Among all processes."""
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1 or self.rank.size % self.num_replicas:
+            raise ValueError(f"expected replicas of equal size, got {self.num_replicas} of {self.rank.size} ranks")
+
+    @property
+    def within(self) -> Rank:
+        """The place among the ranks of its replica."""
+        size = self.rank.size // self.num_replicas
+        return Rank(self.rank.index % size, size)
+
+    @property
+    def replica(self) -> Rank:
+        """The place of its replica among the replicas."""
+        return Rank(self.rank.index * self.num_replicas // self.rank.size, self.num_replicas)
+
+    def division(self, *, joins_experts: bool) -> Division:
+        """How the model is divided. `joins_experts` divides experts among the ranks of all replicas."""
+        return Division(self.within, self.rank if joins_experts else self.within)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The part of a model that a process has."""
+
+    layers: Rank
+    """Among whom heads, features and the vocabulary are divided: the ranks of a replica."""
+    experts: Rank
+    """Among whom experts are divided: the same ranks, or those of all replicas."""
+
+
+FIRST = Place(ALONE, 1)
+"""The place of a process without others."""

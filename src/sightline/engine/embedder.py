@@ -113,7 +113,7 @@ class Embedder(StepLoop[LiveText, None, TextResult]):
         needs = RowNeeds(
             max_new_tokens=0,
             every_output=self.pooling.kind is not PoolingKind.LAST,
-            is_whole=self.prefixes is None and len(prompt_token_ids) <= self.runtime.config.max_step_tokens,
+            is_whole=not self.prefixes and len(prompt_token_ids) <= self.runtime.config.max_step_tokens,
         )
         request = Request(new_request_id(), prompt, tuple(prompt_token_ids), needs, terms, terms.deadline(now))
         return LiveRequest(request, (LiveText(SequenceState(request)),), now)

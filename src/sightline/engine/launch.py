@@ -23,6 +23,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
 from sightline.runner.halves import first_half
+from sightline.runner.replicas import Beside, agreed_size
 from sightline.runner.runtime import Runtime
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.speculative.verification import tree_mask, tree_positions
@@ -184,45 +185,61 @@ class StepLauncher(Generic[LifeT]):
     ) -> LaunchedStep[LifeT]:
         runtime, phases, started_at = self._runtime, self.phases, self._clock()
         with device_faults():
-            unread = unread_tokens(in_flight)
-            work = rows_work(rows, self._mask, unread.places)
-            # A schedule has rows of one kind.
-            if rows[0].sequence.is_whole:
-                batch = Batch(work, (), runtime.store.device)
-            else:
-                batch = runtime.graphs.assemble(work, unread.tokens)
+            batch, beside = self._assemble(rows, unread_tokens(in_flight))
             phases.end(StepPhase.ASSEMBLE)
             planned = self._plan(batch)
             phases.end(StepPhase.PLAN)
             try:
-                outputs = self._forward(batch, planned)
+                outputs = self._forward(batch, planned, beside)
                 states = None
                 if runtime.runner.gives_states:
                     states = _joined([runtime.runner.states(each) for each in planned])
                 phases.end(StepPhase.FORWARD)
-                tokens = _joined([each.batch.tokens for each in planned])
-                outcome = self._consume(rows, lives, tokens, outputs)
+                outcome = self._consume(rows, lives, _tokens(batch, beside), outputs)
                 phases.end(StepPhase.SAMPLE)
                 return LaunchedStep(tuple(rows), tuple(lives), outcome, started_at, states)
             except BaseException:
-                for each in planned:
-                    runtime.planner.take_back(each)
+                runtime.take_back(planned, beside)
                 raise
 
-    def _forward(self, batch: Batch, planned: Sequence[PlannedBatch]) -> Tensor:
-        """The outputs of the step, or of its halves, in order."""
+    def _assemble(self, rows: Sequence[ScheduledRow], unread: UnreadTokens) -> tuple[Batch, Sequence[Beside]]:
+        """The batch of this replica, and those of the others. The rows are in the order of replicas."""
+        runtime, graphs = self._runtime, self._runtime.graphs
+        # A schedule has rows of one kind.
+        if rows[0].sequence.is_whole:
+            return Batch(rows_work(rows, self._mask, unread.places), (), runtime.store.device), ()
+        if not runtime.others:
+            return graphs.assemble(rows_work(rows, self._mask, unread.places), unread.tokens), ()
+        works = [
+            rows_work([row for row in rows if row.sequence.replica == replica], self._mask, unread.places)
+            for replica in range(1 + len(runtime.others))
+        ]
+        size = agreed_size(works) if runtime.definition.exchanges_rows else None
+        beside = [
+            graphs.assemble_beside(work, store.main, unread.tokens, size)
+            for work, store in zip(works[1:], runtime.others, strict=True)
+        ]
+        return graphs.assemble(works[0], unread.tokens, size=size), beside
+
+    def _forward(self, batch: Batch, planned: Sequence[PlannedBatch], beside: Sequence[Beside]) -> Tensor:
+        """The outputs of the step, or of its halves, in order; then those of other replicas."""
         runner = self._runtime.runner
         match planned:
+            case []:
+                return runner.forward_elsewhere(batch, beside, self._runtime.definition.vocab_size)
             case [whole]:
-                return runner.forward(whole)
+                return runner.forward(whole, beside=beside)
             case [first, second]:
                 return runner.forward_halves(batch, (first, second))
             case _:
                 raise ValueError(f"expected a step, or one cut in two, got {len(planned)} parts")
 
     def _plan(self, batch: Batch) -> tuple[PlannedBatch, ...]:
-        """The planned batch; the same one in memory of its own if its graph cannot serve the plan; or its halves."""
+        """The planned batch; the same one in memory of its own if its graph cannot serve the plan; or its halves; or
+        nothing if it is empty, as other replicas alone have rows."""
         planner = self._runtime.planner
+        if not batch.num_tokens:
+            return ()
         first_rows = first_half(batch) if self._runtime.config.enable_two_batch_overlap else 0
         if first_rows:
             return self._runtime.plan_halves(batch, first_rows)
@@ -238,12 +255,22 @@ class StepLauncher(Generic[LifeT]):
             "declare no graph level",
         )
         self.num_uncaptured += 1
-        return (planner.plan(replace(batch)),)
+        eager = replace(batch)
+        if self._runtime.definition.exchanges_rows:
+            eager = eager.pad(batch.num_rows, batch.num_tokens)
+        return (planner.plan(eager),)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts one after another; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _tokens(batch: Batch, beside: Sequence[Beside]) -> Tensor:
+    """The tokens of all replicas' rows, without padding between them."""
+    if not beside:
+        return batch.tokens
+    return torch.cat([each.tokens[: sum(each.work.query_lens)] for each in (batch, *(other.batch for other in beside))])
 
 
 class UnreadTokens(NamedTuple):

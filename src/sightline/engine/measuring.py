@@ -73,5 +73,5 @@ def run_unseen(
     engine.forget(request_id)
     while engine.has_work:
         engine.step()
-    if engine.prefixes is not None:
-        engine.prefixes.clear()
+    for each in engine.prefixes:
+        each.clear()

@@ -1,17 +1,27 @@
-"""What a drafter sees of a step: the rows that are about to be committed, and the states that the model gave."""
+"""What others see of the step loop: drafters the rows that are about to be committed, metrics the use of caches."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
+from sightline.cache.prefix import PrefixCache
+from sightline.cache.store import CacheStore
 from sightline.core.errors import DeviceFaultError
 from sightline.engine.launch import LaunchedStep, LifeT, StepResults
 from sightline.speculative.drafter import ObservedRow, ObservedStep
 from sightline.speculative.drafts import AdaptiveDrafts
 
 logger = logging.getLogger("sightline")
+
+
+def share_in_use(stores: Sequence[CacheStore], prefixes: Sequence[PrefixCache]) -> float:
+    """The share of usable pages that sequences hold, 0 to 1."""
+    usable = sum(store.num_usable_pages for store in stores)
+    free = sum(store.num_free_pages for store in stores) + sum(each.num_evictable for each in prefixes)
+    return (usable - free) / max(1, usable)
 
 
 def show(drafts: AdaptiveDrafts, step: LaunchedStep[LifeT], results: StepResults) -> None:

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -40,12 +41,13 @@ from sightline.core.metrics import EngineMetrics, PhaseTimes, StepPhase, StepSiz
 from sightline.core.request import FinishReason, Terms
 from sightline.engine.deadlines import Deadlines
 from sightline.engine.launch import Consume, Launch, LaunchedStep, LifeT, StepLauncher
-from sightline.engine.observing import show
+from sightline.engine.observing import share_in_use, show
 from sightline.engine.requests import LiveRequest
 from sightline.runner.coordinators import hot_metrics
 from sightline.runner.runtime import Runtime
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.pace import Pace
+from sightline.scheduler.replicas import schedule_replicas
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.speculative.drafts import AdaptiveDrafts
@@ -77,18 +79,20 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self.runtime = runtime
         self.ledger = ledger
         config = runtime.config
-        self.prefixes = PrefixCache(runtime.store, *runtime.tiers) if config.prefix_caching else None
         self._clock = clock
         self.pace = Pace(costs, config.max_step_ms)
-        self._scheduler = Scheduler(
-            runtime.store,
-            self.prefixes,
+        stores = (runtime.store, *runtime.others)
+        self.prefixes = tuple([PrefixCache(store, *runtime.tiers) for store in stores if config.prefix_caching])
+        """The prefix cache of each replica; none if prefixes are not cached."""
+        make = partial(
+            Scheduler,
             max_step_tokens=config.max_step_tokens,
             max_scored_tokens=max_scored_tokens,
             max_whole_tokens=max_whole_tokens,
             pace=self.pace,
             drafts=drafts,
         )
+        self._scheduler = schedule_replicas(stores, self.prefixes, make)
         self._drafts = drafts
         self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)
         self._lanes = runtime.planner.lanes
@@ -174,14 +178,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
     def metrics(self) -> EngineMetrics:
         """Counts so far. Thread-safe."""
         scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
-        evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
-        in_use = store.num_usable_pages - store.num_free_pages - evictable
         return EngineMetrics(
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
             num_requests_paused=scheduler.num_paused,
-            kv_cache_usage_perc=in_use / max(1, store.num_usable_pages),
-            state_checkpoints=0 if self.prefixes is None else self.prefixes.num_checkpoints,
+            kv_cache_usage_perc=share_in_use((store, *self.runtime.others), self.prefixes),
+            state_checkpoints=sum(each.num_checkpoints for each in self.prefixes),
             prompt_tokens=self._counts["prompt_tokens"],
             generation_tokens=self._counts["generation_tokens"],
             num_preemptions=scheduler.num_retractions,
@@ -330,8 +332,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         with uninterrupted(), self._ending_on_a_fault():
             while self._in_flight:
                 self._scheduler.landed(self._in_flight.popleft().rows)
-            if self.prefixes is not None and self._fault is None:
-                self.prefixes.close()
+            for each in self.prefixes if self._fault is None else ():
+                each.close()
         self._closed = True
         self.runtime.role.close()
 

@@ -64,11 +64,28 @@ class Activations:
         *,
         turns: bool,
         network: str = "",
+        num_replicas: int = 1,
     ) -> None:
         """With `turns`, buffers are feature-major whenever `prefers_feature_major` says so.
 
-        `network` is the name of the network, if another one has activations in the same workspace.
+        `network` is the name of the network, if another one has activations in the same workspace. `num_replicas` is
+        the number of replicas whose rows some layers compute together.
         """
+        self.num_replicas = num_replicas
+        self.of_replicas = (
+            self
+            if num_replicas == 1
+            else Activations(
+                workspace,
+                lane,
+                num_replicas * max_tokens,
+                dtype,
+                operations,
+                turns=turns,
+                network=f"{network}replicas' ",
+            )
+        )
+        """The memory for the rows of all replicas."""
         self.operations = operations
         self.turns = turns
         self.device = workspace.device
@@ -109,6 +126,12 @@ class Scratch:
         self.operations = activations.operations
         self._activations = activations
         self._kept: dict[Hashable, Any] = {}
+
+    @property
+    def of_replicas(self) -> Scratch:
+        """The scratch for the rows of all replicas, which have as many tokens each."""
+        activations = self._activations
+        return activations.of_replicas.shaped(activations.num_replicas * self.num_tokens)
 
     def of(self, kind: type[KindT], *sizes: int) -> KindT:
         """The buffers of a kind of layer, created on first use."""

@@ -14,7 +14,7 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import RowMask
 from sightline.core.errors import ConfigError
-from sightline.distributed.ranks import Rank
+from sightline.distributed.ranks import Division
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
 from sightline.models.parts import RankPart
@@ -139,6 +139,11 @@ class Definition(ABC):
         return 0.0, 0.0
 
     @property
+    def exchanges_rows(self) -> bool:
+        """True if this is a rank's part, and replicas compute some layers together: they run steps of one size."""
+        return False
+
+    @property
     def copies(self) -> frozenset[str]:
         """Tensors that a checkpoint may store although they repeat others. They are compared and then dropped."""
         return frozenset()
@@ -161,10 +166,12 @@ class ModelDefinition(Definition):
     def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Model:
         """Builds the network, which gives the states that `taps` names. Every tensor of the checkpoint must be used."""
 
-    def of_rank(self, rank: Rank, *, whole_vocabulary: bool = False) -> RankPart[ModelDefinition]:
+    def of_rank(self, division: Division, *, whole_vocabulary: bool = False) -> RankPart[ModelDefinition]:
         """The part of a rank. With `whole_vocabulary`, each rank has the vectors and logits of all tokens."""
         del whole_vocabulary
-        raise ConfigError(f"expected a model that can be divided for {rank}, got one that cannot; use one rank")
+        raise ConfigError(
+            f"expected a model that can be divided for {division.layers}, got one that cannot; use one rank"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, IndexingSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.core.errors import ConfigError
-from sightline.distributed.ranks import Rank
+from sightline.distributed.ranks import Division
 from sightline.layers.embedding import Embedding
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
@@ -37,7 +37,7 @@ from sightline.models.contract import (
     Taps,
 )
 from sightline.models.decoder_layer import DecoderLayer, StreamBuffers, StreamedLayer, TableBuffers
-from sightline.models.layer_definition import LayerDefinition
+from sightline.models.layer_definition import LayerDefinition, Summed
 from sightline.models.norms import NormDefinition
 from sightline.models.parts import RankPart, TensorCut, rows
 from sightline.models.per_layer_inputs import PerLayerDefinition
@@ -106,19 +106,20 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         before = self.layers[num_layers - 1].residual if num_layers else None
         return self.norms if before is None else self.norms.of_divided(before.feed_forward_added)
 
-    def of_rank(self, rank: Rank, *, whole_vocabulary: bool = False) -> RankPart[DecoderDefinition]:
+    def of_rank(self, division: Division, *, whole_vocabulary: bool = False) -> RankPart[DecoderDefinition]:
         layers = [
-            each.of_rank(layer_prefix(i), mlp_prefix(layer_prefix(i)), rank) for i, each in enumerate(self.layers)
+            each.of_rank(layer_prefix(i), mlp_prefix(layer_prefix(i)), division) for i, each in enumerate(self.layers)
         ]
         for index, lender in self.lenders.items():
             heads, lent = (layers[i].definition.attention.spec for i in (index, lender))
             if heads is None or lent is None or heads.expanded_dims != lent.expanded_dims or not _agree(heads, lent):
                 raise ConfigError(
                     f"expected layers {lender} and {index}, which share keys and values, to be divided alike among "
-                    f"{rank.size} ranks, got {lent} and {heads}; use another tensor_parallel_size"
+                    f"{division.layers.size} ranks, got {lent} and {heads}; use another tensor_parallel_size"
                 )
         cuts: dict[str, TensorCut] = {name: cut for each in layers for name, cut in each.cuts.items()}
-        vocabulary = None if whole_vocabulary else rank.share(self.num_tokens)
+        ranks = division.layers
+        vocabulary = None if whole_vocabulary or ranks.is_alone else ranks.share(self.num_tokens)
         if vocabulary is not None:
             cuts |= rows(["model.embed_tokens", "lm_head"], vocabulary)
         definition = replace(self, layers=tuple(each.definition for each in layers), vocabulary=vocabulary)
@@ -151,6 +152,10 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     def reads_tokens(self) -> bool:
         """True if a layer reads the tokens of a step, and not only what the network made of them."""
         return any(layer.feed_forward.reads_tokens for layer in self.layers)
+
+    @property
+    def exchanges_rows(self) -> bool:
+        return any(layer.feed_forward_sum is Summed.ALL for layer in self.layers)
 
     @property
     def mask(self) -> RowMask:
@@ -243,7 +248,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
             head = weights.projection({"lm_head": num_tokens}, size, bias=False)
         if own is None:
             return embedding, head
-        collectives = weights.collectives
+        collectives = weights.links.within
         widths = [len(part) for part in collectives.rank.shares(self.num_tokens)]
         return SummedEmbedding(embedding, own, collectives), JoinedProjection(head, widths, collectives)
 

@@ -20,7 +20,7 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
 from sightline.layers.streams import ResidualStreams, StreamConnection
-from sightline.layers.summed import SummedAttention, SummedMlp
+from sightline.layers.summed import ExchangedMlp, SummedAttention, SummedMlp
 from sightline.models.attention import AttentionLayer
 from sightline.models.feed_forward import FeedForwardLayer
 
@@ -62,7 +62,7 @@ class DecoderLayer:
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     """The same as `attention_norm` in a layer with one part."""
-    mlp: FeedForwardLayer | SummedMlp
+    mlp: FeedForwardLayer | SummedMlp | ExchangedMlp
     mlp_out_norm: RmsNorm | None
     per_layer: PerLayerGate | None = None
     scale: Tensor | None = None
@@ -106,7 +106,7 @@ class StreamedLayer:
     attention: AttentionLayer | SummedAttention
     attention_streams: StreamConnection
     mlp_norm: RmsNorm
-    mlp: FeedForwardLayer | SummedMlp
+    mlp: FeedForwardLayer | SummedMlp | ExchangedMlp
     mlp_streams: StreamConnection
 
     def __call__(

@@ -34,6 +34,7 @@ class DenseFeedForward:
     """One gated feed-forward for every token."""
 
     reads_tokens: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
     intermediate_size: int
     activation: Gate
     bias: bool = False
@@ -72,6 +73,7 @@ class SelfGatedFeedForward:
     """One feed-forward for every token whose gate is its up projection."""
 
     reads_tokens: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
     intermediate_size: int
     activation: Activation
     bias: bool = False
@@ -99,6 +101,7 @@ class AbsentFeedForward:
     """Stands for no feed-forward: the layer only mixes tokens."""
 
     reads_tokens: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
 
     def num_weights(self, hidden_size: int) -> int:
         del hidden_size
@@ -138,6 +141,7 @@ class NarrowInputs:
 class ExpertFeedForward:
     """A mixture of experts: each token uses a few of many feed-forwards."""
 
+    has_experts: ClassVar[bool] = True
     intermediate_size: int
     """The size of one expert."""
     routing: Routing

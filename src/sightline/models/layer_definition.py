@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from sightline.distributed.ranks import Rank
+from sightline.distributed.ranks import Division
 from sightline.layers.rotary import RotarySpec
-from sightline.layers.summed import SummedAttention, SummedMlp
+from sightline.layers.summed import ExchangedMlp, SummedAttention, SummedMlp
 from sightline.models.attention import AttentionDefinition, AttentionLayer
 from sightline.models.feed_forward import FeedForward, FeedForwardLayer
 from sightline.models.parts import RankPart
@@ -39,6 +40,16 @@ class ResidualFactors:
         return self.feed_forward_kept / self.feed_forward_added
 
 
+class Summed(Enum):
+    """Over which ranks the result of a part of a layer is summed."""
+
+    NOWHERE = "nowhere"
+    """It is the whole result."""
+    REPLICA = "replica"
+    ALL = "all"
+    """Over the ranks of all replicas, each of which computes the rows of all."""
+
+
 @dataclass(frozen=True)
 class LayerDefinition:
     """The properties that may differ from layer to layer."""
@@ -53,21 +64,27 @@ class LayerDefinition:
     """None if the parts of the layer add to the stream itself."""
     has_one_part: bool = False
     """True if the attention or the feed-forward is absent. The only norm is called `input_layernorm` then."""
-    sums_attention: bool = False
-    """True if its attention has some of the heads only: what all ranks give is summed."""
-    sums_feed_forward: bool = False
-    """The same for its feed-forward."""
+    attention_sum: Summed = Summed.NOWHERE
+    """Over whom attention is summed, if this is the part of a rank."""
+    feed_forward_sum: Summed = Summed.NOWHERE
+    """The same for the feed-forward."""
 
-    def of_rank(self, prefix: str, mlp: str, rank: Rank) -> RankPart[LayerDefinition]:
+    def of_rank(self, prefix: str, mlp: str, division: Division) -> RankPart[LayerDefinition]:
         """The part of a rank. The layer is stored under `prefix`, its feed-forward under `mlp`."""
-        attention = self.attention.of_rank(f"{prefix}.{self.attention.stored_as}", rank)
-        feed_forward = self.feed_forward.of_rank(mlp, rank)
+        heads = division.layers
+        ranks = division.experts if self.feed_forward.has_experts else heads
+        attention, feed_forward = RankPart(self.attention), RankPart(self.feed_forward)
+        if not heads.is_alone:
+            attention = self.attention.of_rank(f"{prefix}.{self.attention.stored_as}", heads)
+        if not ranks.is_alone:
+            feed_forward = self.feed_forward.of_rank(mlp, ranks)
+        summed = Summed.REPLICA if ranks == heads else Summed.ALL
         part = replace(
             self,
             attention=attention.definition,
             feed_forward=feed_forward.definition,
-            sums_attention=attention.is_summed,
-            sums_feed_forward=feed_forward.is_summed,
+            attention_sum=Summed.REPLICA if attention.is_summed else Summed.NOWHERE,
+            feed_forward_sum=summed if feed_forward.is_summed else Summed.NOWHERE,
         )
         return RankPart(part, {**attention.cuts, **feed_forward.cuts}, whole=(*attention.whole, *feed_forward.whole))
 
@@ -76,9 +93,19 @@ class LayerDefinition:
     ) -> AttentionLayer | SummedAttention:
         """Loads the attention of the layer that is stored under `prefix`."""
         part = self.attention.load(weights, layer, f"{prefix}.{self.attention.stored_as}", hidden_size)
-        return SummedAttention(part, hidden_size, weights.collectives) if self.sums_attention else part
+        if self.attention_sum is Summed.NOWHERE:
+            return part
+        return SummedAttention(part, hidden_size, weights.links.within)
 
-    def load_feed_forward(self, weights: WeightReader, prefix: str, hidden_size: int) -> FeedForwardLayer | SummedMlp:
+    def load_feed_forward(
+        self, weights: WeightReader, prefix: str, hidden_size: int
+    ) -> FeedForwardLayer | SummedMlp | ExchangedMlp:
         """Loads the feed-forward that is stored under `prefix`."""
         part = self.feed_forward.load(weights, prefix, hidden_size)
-        return SummedMlp(part, hidden_size, weights.collectives) if self.sums_feed_forward else part
+        match self.feed_forward_sum:
+            case Summed.NOWHERE:
+                return part
+            case Summed.REPLICA:
+                return SummedMlp(part, hidden_size, weights.links.within)
+            case Summed.ALL:
+                return ExchangedMlp(part, hidden_size, weights.links, self.feed_forward.reads_tokens)

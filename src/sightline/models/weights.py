@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
-from sightline.distributed.collectives import LONE, Collectives
+from sightline.distributed.collectives import NO_LINKS, Links
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.embedding import DenseEmbedding, Embedding
 from sightline.layers.linear import Linear, Projection
@@ -43,7 +43,7 @@ class WeightReader:
         make_linear: Callable[[Tensor, Tensor | None], Linear] = Linear,
         skip_check: bool = False,
         loaded_elsewhere: Sequence[str] = (),
-        collectives: Collectives = LONE,
+        links: Links = NO_LINKS,
     ) -> None:
         """`kept` makes layers of weights that stay quantised; if None, all are dequantised.
 
@@ -53,9 +53,9 @@ class WeightReader:
 
         `loaded_elsewhere` are beginnings of names. Another reader loads their tensors, for another network.
 
-        `collectives` join the results of layers of which each rank has a part.
+        `links` join the results of layers of which each rank has a part.
         """
-        self.collectives = collectives
+        self.links = links
         self.device = device
         self.expert_compute = expert_compute
         self.make_linear = make_linear

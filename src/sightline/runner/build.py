@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+import torch
+
 from sightline.attention.backends import registry
 from sightline.attention.groups import LayerGroup
 from sightline.attention.proof import ProofBook
@@ -33,7 +35,7 @@ from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig, resolve
-from sightline.distributed.collectives import LONE, Collectives
+from sightline.distributed.collectives import NO_LINKS, Links
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
@@ -68,6 +70,8 @@ from sightline.runner.runtime import Runtime
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
 ModelT = TypeVar("ModelT", bound=Model)
+NO_ENTRIES = torch.device("meta")
+"""The device of a cache of which a process knows rows and pages, and whose entries another one has."""
 ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
 """Makes the reader of a checkpoint's weights."""
 
@@ -118,10 +122,15 @@ def build_runtime(
     takes, `draft` are its networks, if it has any. `role` says whether this process has a part of the
     model, and which.
     """
+    if draft is not None and role.links.place.num_replicas > 1:
+        raise ConfigError(
+            "expected data_parallel_size 1 with a drafter that is a network, which the first process computes for rows "
+            f"of its own cache, got {role.links.place.num_replicas}; use ngram, or one replica"
+        )
     whole = define_model(checkpoint.config, ledger)
-    definition, part = part_of_rank(whole, checkpoint, role.collectives.rank, config, ledger)
+    definition, part = part_of_rank(whole, checkpoint, role.links.place, config, ledger)
     drawn = draw_up(config, part, definition, AttentionUsage.GENERATE, ledger, draft)
-    blueprint = replace(drawn, config=agreed(drawn.config, role.collectives))
+    blueprint = replace(drawn, config=agreed(drawn.config, role.links.everyone))
     load_model, load_draft = partial(definition.load, taps=taps), partial(_load_draft, draft)
     runtime = _build(blueprint, part, ledger, on_step, definition, load_model, load_draft, role)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
@@ -213,13 +222,17 @@ def _build(
     before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         others = () if blueprint.draft is None else blueprint.draft.definition.target_tensors
-        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others, role.collectives)
+        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others, role.links)
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
             draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
-    store = make_store(resolved, groups, role.make_allocator, scales, blueprint.draft_groups, role.watcher)
+    store = make_store(resolved, groups, role.make_allocator, scales, blueprint.draft_groups, role.watcher(0))
+    accounts = [
+        make_store(resolved, groups, watcher=role.watcher(1 + other), device=NO_ENTRIES)
+        for other in range(role.num_others)
+    ]
     most = 0 if resolved.speculation is None else resolved.speculation.num_speculative_tokens
     drafting = [
         NetworkParts(draft_name(number), *each, max_rollout=most)
@@ -238,6 +251,7 @@ def _build(
             drafting,
             identity=f"{checkpoint.identity} {resolved.dtype} {resolved.quantization.value}",
             role=role,
+            others=accounts,
         )
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
@@ -253,7 +267,7 @@ def _reader(
     ledger: Ledger,
     on_step: OnBuildStep,
     loaded_elsewhere: Sequence[str] = (),
-    collectives: Collectives = LONE,
+    links: Links = NO_LINKS,
     *,
     drafts: bool = False,
 ) -> WeightReader:
@@ -279,7 +293,7 @@ def _reader(
         expert_compute=expert_compute(config),
         make_linear=linear_maker(config, launcher),
         loaded_elsewhere=loaded_elsewhere,
-        collectives=collectives,
+        links=links,
     )
 
 
@@ -365,10 +379,12 @@ def make_store(
     scales: ScalesByPlane | None = None,
     drafting: Sequence[Sequence[LayerGroup]] = (),
     watcher: CacheWatcher = UNWATCHED,
+    device: torch.device | None = None,
 ) -> CacheStore:
     """Creates the pools of every group. `scales` are those of all layers, None if the cache's dtype has none.
 
-    `drafting` are the groups of each network that drafts; their scales are 1. `watcher` hears of copies.
+    `drafting` are the groups of each network that drafts; their scales are 1. `watcher` hears of copies. Entries are on
+    the `device`, if there is one, instead of the config's.
     """
     is_hot = config.hot_buffer_size > 0
     return CacheStore(
@@ -381,7 +397,7 @@ def make_store(
             config.states_per_row,
             config.max_checkpoints,
         ),
-        config.device.torch_device,
+        config.device.torch_device if device is None else device,
         drafting=[
             [group.cache_spec(config.cache_dtype, with_hot_entries=is_hot) for group in network]
             for network in drafting
@@ -406,10 +422,11 @@ def assemble_runtime(
     make_blocks: Callable[[CacheStore, int], BlockStore] = HostBlocks,
     identity: str = "",
     role: Role = ALONE_ROLE,
+    others: Sequence[CacheStore] = (),
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
 
-    `drafting` are the parts of each of them. `make_blocks` makes the store of evicted pages, given its size in
+    `drafting` are the parts of each of them. `others` are the accounts of the caches of other replicas. `make_blocks` makes the store of evicted pages, given its size in
     bytes, if the config asks for one; `identity` names the weights in it.
     """
     device = config.device.torch_device
@@ -418,14 +435,15 @@ def assemble_runtime(
     shared = Shared(config, store, workspace, operations, launcher)
     parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
     owned = iter(store.networks)
-    companions = itertools.chain((role.companions(store),), itertools.repeat(NOBODY))
+    beside = role.companions((store, *others), exchanges_rows=definition.exchanges_rows)
+    companions = itertools.chain((beside,), itertools.repeat(NOBODY))
     networks = [
         assemble_network(
             shared,
             each,
             next(owned) if owns_entries(each.groups) else store.main.lent({group.owner for group in each.groups}),
             next(companions),
-            role.collectives,
+            role.links,
         )
         for each in parts
     ]
@@ -443,5 +461,6 @@ def assemble_runtime(
         times=BuildTimes(),
         weight_bytes=0,
         role=role,
+        others=tuple(others),
         tiers=() if blocks is None else (LowerTier(store, blocks, identity),),
     )

@@ -33,8 +33,8 @@ from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError, RankLostError
 from sightline.distributed import control
 from sightline.distributed.channels import OrderSender
-from sightline.distributed.collectives import LONE, Collectives, GroupCollectives
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import NO_LINKS, Links, connect
+from sightline.distributed.ranks import Place, Rank
 from sightline.distributed.ring import RingSender, make_ring_file
 from sightline.runner.roles import Leads
 
@@ -69,7 +69,7 @@ class RankWatch:
         self.lost, self.closing = threading.Event(), threading.Event()
         self.is_serving = threading.Event()
         """Set once a rank that shows no life for `timeout_s` is lost; before, it may be loading."""
-        self.collectives: Collectives = LONE
+        self.links: Links = NO_LINKS
         """Those that wait for ranks, once they are connected."""
         self._members = tuple(members)
         self._ring = ring
@@ -110,7 +110,7 @@ class RankWatch:
         self.cause = cause
         self.lost.set()
         # What waits on a GPU for a rank that is gone waits for ever.
-        self.collectives.close()
+        self.links.close()
 
 
 class Crew(OrderSender):
@@ -118,10 +118,11 @@ class Crew(OrderSender):
 
     def __init__(self, config: EngineConfig, device: Device) -> None:
         """Starts the processes of an engine, and connects them. Its model must be a place on this machine."""
-        size = config.tensor_parallel_size
+        size = config.num_ranks
         if device.kind is DeviceKind.CUDA and torch.cuda.device_count() < size:
             raise ConfigError(
-                f"expected {size} GPUs for tensor_parallel_size {size}, got {torch.cuda.device_count()}; lower it"
+                f"expected {size} GPUs for tensor_parallel_size {config.tensor_parallel_size} and data_parallel_size "
+                f"{config.data_parallel_size}, got {torch.cuda.device_count()}; lower one of them"
             )
         self._timeout_s = config.dist_timeout
         self._is_ready = False
@@ -133,7 +134,7 @@ class Crew(OrderSender):
             self._ring = self._start(size)
             self._watch = RankWatch(self._members, self._ring, self._timeout_s)
             threading.Thread(target=self._watch.run, name="ranks", daemon=True).start()
-            self.collectives = self._watch.collectives = self._connect(config, device)
+            self.links = self._watch.links = self._connect(config, device)
         except BaseException:
             self._end()
             raise
@@ -147,16 +148,17 @@ class Crew(OrderSender):
         finally:
             os.close(descriptor)
 
-    def _connect(self, config: EngineConfig, device: Device) -> Collectives:
-        size, is_cpu, store = config.tensor_parallel_size, device.kind is DeviceKind.CPU, str(self._folder / "ranks")
+    def _connect(self, config: EngineConfig, device: Device) -> Links:
+        size, is_cpu, store = config.num_ranks, device.kind is DeviceKind.CPU, str(self._folder / "ranks")
         num_threads = max(1, self._threads_before // size) if is_cpu else self._threads_before
         torch.set_num_threads(num_threads)
         for member in self._members:
-            self._tell(member, control.RankStart(member.number, size, config, store, num_threads))
+            self._tell(member, control.RankStart(member.number, config, store, num_threads))
         for member in self._members:
             self._expect(member, control.RankHere)
         num_lanes = 2 if config.enable_two_batch_overlap else 1
-        return GroupCollectives(Rank(0, size), FileStore(store, size), device, START_SECONDS, num_lanes)
+        place = Place(Rank(0, size), config.data_parallel_size)
+        return connect(place, FileStore(store, size), device, START_SECONDS, num_lanes)
 
     def _tell(self, member: Member, start: control.RankStart) -> None:
         try:
@@ -181,7 +183,7 @@ class Crew(OrderSender):
             raise RankLostError(f"expected {member} to report {kind.__name__}, got {report}")
 
     def begin_serving(self) -> None:
-        self.collectives.limit(self._timeout_s)
+        self.links.limit(self._timeout_s)
         self._watch.is_serving.set()
 
     def send(self, message: bytes) -> None:
@@ -241,4 +243,4 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
 def lead(config: EngineConfig, location: Path) -> Leads:
     """Starts the other ranks of an engine, for the model at this place. Closing the role ends them."""
     crew = Crew(replace(config, model=str(location)), detect_device(config.device))
-    return Leads(crew.collectives, crew)
+    return Leads(crew.links, crew)

@@ -1,19 +1,28 @@
-"""A rank that follows: it carries out the orders of the leading rank, one after another."""
+"""A rank that follows: it carries out the orders of the leading rank, one after another.
+
+It runs the part of a step that its replica has. Of the others it knows how many tokens and outputs they have.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
+from sightline.attention.planner import PlannedBatch
 from sightline.cache.told import ToldCache
 from sightline.core.batch import CAUSAL, Batch, MaskKind, RowMask, StepWork
-from sightline.core.errors import RankLostError
+from sightline.core.batch_memory import StepShape
+from sightline.core.errors import RankLostError, UncapturedPlanError
 from sightline.distributed.channels import OrderReceiver
 from sightline.distributed.orders import (
     CopyOrder,
     MoveOrder,
     Order,
+    PartOrder,
     StatesOfRow,
     StepOrder,
     StopOrder,
@@ -22,6 +31,8 @@ from sightline.distributed.orders import (
 )
 from sightline.runner.recording import Recorder
 from sightline.runner.runtime import Runtime
+
+logger = logging.getLogger("sightline")
 
 
 class Follower:
@@ -34,6 +45,8 @@ class Follower:
         self._recorder = recorder
         self._cache = ToldCache(runtime.store)
         self._pools = {pool.key: pool for pool in runtime.store.main.pools}
+        self._links = runtime.role.links
+        self._replica = self._links.place.replica.index
         self._number = 0
 
     def follow(self) -> bool:
@@ -47,39 +60,74 @@ class Follower:
             case StepOrder():
                 self._run(order)
             case CopyOrder():
-                self._pools[order.pool].copy_page(order.source, order.target, order.num_tokens)
+                if order.replica == self._replica:
+                    self._pools[order.pool].copy_page(order.source, order.target, order.num_tokens)
             case MoveOrder():
-                self._pools[order.pool].move_entries(order.sources, order.targets)
+                if order.replica == self._replica:
+                    self._pools[order.pool].move_entries(order.sources, order.targets)
             case StopOrder():
                 return False
         return True
 
     def _run(self, order: StepOrder) -> None:
-        runtime, batch = self._runtime, self._assemble(order)
+        runtime, batch = self._runtime, self._assemble(order.parts[self._replica], order.number)
+        self._take_tokens(batch, order)
+        outputs = torch.empty((0, runtime.definition.vocab_size), device=batch.device)
         if order.first_rows:
-            runtime.runner.forward_halves(batch, runtime.plan_halves(batch, order.first_rows))
+            outputs = runtime.runner.forward_halves(batch, runtime.plan_halves(batch, order.first_rows))
         elif order.is_captured:
             runtime.runner.capture(runtime.planner.plan(batch), self._recorder)
-        else:
-            runtime.runner.forward(runtime.planner.plan(batch))
+            return
+        elif batch.num_tokens:
+            outputs = runtime.runner.forward(self._plan(batch))
+        if len(order.parts) > 1 and self._links.within.rank.leads:
+            # The leading rank chooses the next tokens of all replicas.
+            self._links.across.gather(outputs, [sum(part.num_logits) for part in order.parts], dim=0)
 
-    def _assemble(self, order: StepOrder) -> Batch:
+    def _plan(self, batch: Batch) -> PlannedBatch:
+        """The planned batch; the same one in memory of its own if its graph cannot serve the plan. The ranks exchange
+        the same either way."""
+        try:
+            return self._runtime.planner.plan(batch)
+        except UncapturedPlanError as error:
+            logger.debug("a step of %d rows runs eagerly: %s", batch.num_rows, error)
+        eager = replace(batch).pad(batch.num_rows, batch.num_tokens)
+        eager.tokens.copy_(batch.tokens)
+        return self._runtime.planner.plan(eager)
+
+    def _take_tokens(self, batch: Batch, order: StepOrder) -> None:
+        """Gets the tokens of all replicas, and keeps those of the batch."""
+        if len(order.parts) == 1:
+            self._links.everyone.broadcast(batch.tokens)
+            return
+        ends = list(accumulate(part.padded_tokens for part in order.parts))
+        tokens = batch.tokens.new_empty(ends[-1])
+        self._links.everyone.broadcast(tokens)
+        stop = ends[self._replica]
+        batch.tokens.copy_(tokens[stop - batch.num_tokens : stop])
+
+    def _assemble(self, order: PartOrder, number: int) -> Batch:
         for each in order.pages:
             self._cache.put_pages(each.pool, each.row, each.first, each.pages)
         states: Sequence[StatesOfRow | None] = order.states or [None] * len(order.rows)
         for row, context_len, told in zip(order.rows, order.context_lens, states, strict=True):
             self._cache.begin_row(row, context_len, told)
-        batch = self._runtime.graphs.assemble(_work(order))
-        found, wanted = (batch.num_rows, batch.num_tokens), (order.padded_rows, order.padded_tokens)
-        if found != wanted:
+        shape, wanted = None, (order.padded_rows, order.padded_tokens)
+        if order.bucket is not None:
+            shape = StepShape(*order.bucket)
+        try:
+            batch = self._runtime.graphs.assemble_as(_work(order), shape, *wanted)
+        except KeyError as error:
+            raise RankLostError(f"expected a bucket of {shape} for order {number}, as on the leading rank") from error
+        if (found := (batch.num_rows, batch.num_tokens)) != wanted:
             raise RankLostError(
-                f"expected order {order.number} to be a step of {wanted[0]} rows and {wanted[1]} tokens with padding, "
-                f"as on the leading rank, got {found[0]} and {found[1]} here: the ranks have different buckets"
+                f"expected order {number} to be a step of {wanted[0]} rows and {wanted[1]} tokens with padding, as on "
+                f"the leading rank, got {found[0]} and {found[1]} here"
             )
         return batch
 
 
-def _work(order: StepOrder) -> StepWork:
+def _work(order: PartOrder) -> StepWork:
     """The rows of a step. Their tokens come from the leading rank's device."""
     count = len(order.rows)
     masks, positions = [CAUSAL] * count, list[Sequence[int] | None]([None]) * count

@@ -20,13 +20,14 @@ from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import Planner
 from sightline.cache.store import CacheStore, NetworkCache
-from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
-from sightline.core.batch_memory import StaticMemory, StepShape
+from sightline.core.batch import Batch, RowWork, StepWork
+from sightline.core.batch_memory import StaticMemory, StepShape, StepSize
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
 from sightline.runner.recording import Recorder, UnrecordableError
+from sightline.runner.replicas import Beside
 from sightline.runner.runner import Runner
 
 MAX_NEW_TOKENS = 8
@@ -59,25 +60,46 @@ class Graphs:
         self.num_bytes = 0
         """Device memory that the graphs keep, beyond what eager steps have."""
 
-    def assemble(self, work: StepWork, chosen: Tensor | None = None, *, awaited: int = 0) -> Batch:
+    def assemble(
+        self, work: StepWork, chosen: Tensor | None = None, *, awaited: int = 0, size: StepSize | None = None
+    ) -> Batch:
         """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own.
 
         `chosen` are the tokens that steps in flight choose, if rows continue some; `awaited` is the number of tokens
-        that the step before will choose, if it is not launched yet.
+        that the step before will choose, if it is not launched yet. `size` is one that the replicas agreed on: the
+        batch is padded to it.
         """
-        bucket = self._bucket_for(work) if self.buckets else None
-        if bucket is None:
-            return Batch(work, self._sources, self._store.device, chosen, awaited)
-        return Batch.inside(work, self._sources, bucket, chosen, awaited)
+        bucket = self.bucket_for(work.size if size is None else size) if self.buckets else None
+        if bucket is not None:
+            return Batch.inside(work, self._sources, bucket, chosen, awaited)
+        batch = Batch(work, self._sources, self._store.device, chosen, awaited)
+        return batch if size is None else batch.pad(size.num_rows, size.num_tokens)
 
-    def _bucket_for(self, work: StepWork) -> StaticMemory | None:
-        lens = work.query_lens
-        num_tokens, longest = sum(lens), max(lens, default=0)
-        if longest > MAX_NEW_TOKENS or work.masks.count(CAUSAL) < len(work):
+    def assemble_as(self, work: StepWork, shape: StepShape | None, num_rows: int, num_tokens: int) -> Batch:
+        """The batch of a step for which another process chose the bucket, or the size with padding. Raises `KeyError`
+        if there is no bucket of that shape."""
+        if shape is None:
+            return Batch(work, self._sources, self._store.device).pad(num_rows, num_tokens)
+        return Batch.inside(work, self._sources, {bucket.shape: bucket for bucket in self.buckets}[shape])
+
+    def assemble_beside(
+        self, work: StepWork, network: NetworkCache, chosen: Tensor | None = None, size: StepSize | None = None
+    ) -> Beside:
+        """The step of another replica, padded as its ranks pad it; see `assemble`. `network` is its account of rows."""
+        size = work.size if size is None else size
+        bucket = self.bucket_for(size)
+        shape = None if bucket is None else bucket.shape
+        batch = Batch(work, network.sources, self._store.device, chosen)
+        return Beside(batch.pad(*size.padded(shape)), shape)
+
+    def bucket_for(self, size: StepSize) -> StaticMemory | None:
+        """The first bucket that a step of this size fits."""
+        if size.longest > MAX_NEW_TOKENS or not size.is_causal:
             return None
         for bucket in self.buckets:
             # A row without new tokens is a row all the same.
-            if max(num_tokens, len(work)) <= bucket.shape.size and longest <= bucket.shape.query_bound:
+            fits = max(size.num_tokens, size.num_rows) <= bucket.shape.size
+            if fits and size.longest <= bucket.shape.query_bound:
                 return bucket
         return None
 

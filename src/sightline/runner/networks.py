@@ -24,7 +24,7 @@ from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.lengths import moved
 from sightline.core.resolution import ResolvedConfig
-from sightline.distributed.collectives import LONE, Collectives
+from sightline.distributed.collectives import NO_LINKS, Links
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
@@ -142,11 +142,11 @@ def assemble_network(
     parts: NetworkParts,
     cache: NetworkCache,
     companions: Companions = NOBODY,
-    collectives: Collectives = LONE,
+    links: Links = NO_LINKS,
 ) -> NetworkRuntime:
     """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet.
 
-    `companions` run every step of the network too, and `collectives` are those of its layers.
+    `companions` run every step of the network too, and `links` are those of its layers.
     """
     config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
     device, launcher = config.device.torch_device, shared.launcher
@@ -188,11 +188,18 @@ def assemble_network(
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
         lane: Activations(
-            workspace, lane, config.max_step_tokens, config.dtype, operations, turns=turns, network=parts.name
+            workspace,
+            lane,
+            config.max_step_tokens,
+            config.dtype,
+            operations,
+            turns=turns,
+            network=parts.name,
+            num_replicas=links.place.num_replicas,
         )
         for lane in limits.lanes
     }
-    runner = Runner(model, planner, activations, companions, collectives)
+    runner = Runner(model, planner, activations, companions, links)
     graphs = Graphs(sizes, shared.store, cache, planner, bindings)
     return NetworkRuntime(
         cache, bindings, coordinators, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout

@@ -23,8 +23,8 @@ from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import RankLostError
 from sightline.core.ledger import Ledger
 from sightline.distributed import control
-from sightline.distributed.collectives import GroupCollectives
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import connect
+from sightline.distributed.ranks import Place, Rank
 from sightline.distributed.ring import RingReceiver
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime, make_recorder
@@ -45,12 +45,13 @@ def main(arguments: list[str]) -> int:
     start = control.receive(connection)
     if not isinstance(start, control.RankStart):
         raise RankLostError(f"expected to be told how to start, got {start}")
-    receiver = RingReceiver(ring, start.size - 1, start.index - 1, connection)
+    size = start.config.num_ranks
+    receiver = RingReceiver(ring, size - 1, start.index - 1, connection)
     threading.Thread(target=_stay_alive, args=(connection, receiver), daemon=True).start()
     try:
         _follow(start, connection, receiver)
     except RankLostError as error:
-        logger.info("rank %d of %d ends: %s", start.index, start.size, error)
+        logger.info("rank %d of %d ends: %s", start.index, size, error)
         return 1
     except Exception as error:
         control.send(connection, control.RankFailed(f"{type(error).__name__}: {error}", traceback.format_exc()))
@@ -64,12 +65,12 @@ def _follow(start: control.RankStart, connection: socket.socket, receiver: RingR
     torch.set_num_threads(start.num_threads)
     if detect_device(config.device).kind is DeviceKind.CUDA:
         torch.cuda.set_device(start.index)
-    rank, ledger = Rank(start.index, start.size), Ledger()
+    place, ledger = Place(Rank(start.index, config.num_ranks), config.data_parallel_size), Ledger()
     assert config.model is not None
     control.send(connection, control.RankHere())
-    store = FileStore(start.store, start.size)
+    store = FileStore(start.store, config.num_ranks)
     num_lanes = 2 if config.enable_two_batch_overlap else 1
-    role = Follows(GroupCollectives(rank, store, detect_device(config.device), START_SECONDS, num_lanes))
+    role = Follows(connect(place, store, detect_device(config.device), START_SECONDS, num_lanes))
     runtime = build_runtime(config, open_checkpoint(config.model, ledger), ledger, role=role)
     control.send(connection, control.RankReady())
     follower = Follower(runtime, receiver, make_recorder(runtime))

@@ -1,7 +1,7 @@
 """What a process is among the ranks that compute a model: alone, the leader, or one that follows.
 
 leader     schedules, samples and plans; tells the others of every step before it runs it
-follower   is told: it makes the same batch, plans it on its own, and runs it at the same time
+follower   is told: it makes the same batch, or that of its replica, plans it on its own, and runs it at the same time
 """
 
 from __future__ import annotations
@@ -9,39 +9,48 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
+import torch
+from torch import Tensor
+
+from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.pages import PageAllocator
 from sightline.cache.store import CacheStore, NetworkCache
 from sightline.cache.told import ToldAllocator
 from sightline.cache.watcher import UNWATCHED, CacheWatcher
-from sightline.core.batch import Batch, MaskKind
-from sightline.core.errors import BatchError, RankLostError
+from sightline.core.batch import Batch
+from sightline.core.errors import RankLostError
 from sightline.core.interruption import uninterrupted
 from sightline.distributed.channels import OrderSender
-from sightline.distributed.collectives import LONE, Collectives
-from sightline.distributed.orders import (
-    CopyOrder,
-    MoveOrder,
-    Order,
-    PagesOfRow,
-    StatesOfRow,
-    StepOrder,
-    StopOrder,
-    TreeOfRow,
-    packed,
-)
+from sightline.distributed.collectives import NO_LINKS, Links
+from sightline.distributed.orders import CopyOrder, MoveOrder, Order, StepOrder, StopOrder, packed
+from sightline.runner.replicas import Beside, idle_beside
+from sightline.runner.telling import PartTeller
 
 logger = logging.getLogger("sightline")
+Join: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes the outputs of a step from those of this replica."""
 
 
 class Companions:
     """The ranks that take part in a step beside this one. Here there are none."""
 
     @contextmanager
-    def along(self, batch: Batch, halves: Sequence[Batch] = (), *, is_captured: bool = False) -> Iterator[None]:
-        """Runs a step together with them, or its halves if it is cut in two. They must be launched already."""
-        del batch, halves, is_captured
-        yield
+    def along(
+        self, batch: Batch, beside: Sequence[Beside] = (), *, first_rows: int = 0, is_captured: bool = False
+    ) -> Iterator[Join]:
+        """Runs a step together with them. Yields what joins its outputs with those of other replicas.
+
+        `beside` has the step of each other replica; without it they are idle. `first_rows` is the number of rows of the
+        first half, if the step is cut in two. It must be launched already.
+        """
+        del batch, beside, first_rows, is_captured
+        yield _as_they_are
+
+
+def _as_they_are(outputs: Tensor) -> Tensor:
+    return outputs
 
 
 NOBODY = Companions()
@@ -50,16 +59,27 @@ NOBODY = Companions()
 class Role:
     """What a process needs for its part beside what every engine has. This is that of a process alone."""
 
-    collectives: Collectives = LONE
-    watcher: CacheWatcher = UNWATCHED
-    """Hears of copies in the cache of the model."""
+    links: Links = NO_LINKS
     make_allocator: Callable[[int], PageAllocator] = PageAllocator
     leads: bool = True
     """True if it decides what runs: it tries steps before it serves, and records them."""
 
-    def companions(self, store: CacheStore) -> Companions:
-        """Those that take part in the steps of the model. Here there are none."""
-        del store
+    @property
+    def num_others(self) -> int:
+        """Other replicas, whose rows and pages it keeps account of."""
+        return self.links.place.num_replicas - 1 if self.leads else 0
+
+    def watcher(self, replica: int) -> CacheWatcher:
+        """Hears of copies in the model's cache of a replica."""
+        del replica
+        return UNWATCHED
+
+    def companions(self, stores: Sequence[CacheStore], *, exchanges_rows: bool) -> Companions:
+        """Those that take part in the steps of the model. Here there are none.
+
+        `stores` has one for each replica. With `exchanges_rows`, replicas compute some layers together.
+        """
+        del stores, exchanges_rows
         return NOBODY
 
     def begin_serving(self) -> None:
@@ -78,31 +98,30 @@ class Follows(Role):
     make_allocator = ToldAllocator
     leads = False
 
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-
-    def companions(self, store: CacheStore) -> Companions:
-        del store
-        return Told(self.collectives)
+    def __init__(self, links: Links) -> None:
+        self.links = links
 
     def close(self) -> None:
-        self.collectives.close()
+        self.links.close()
 
 
 class Leads(Role):
     """The rank that tells the others."""
 
-    def __init__(self, collectives: Collectives, sender: OrderSender) -> None:
-        self.collectives = collectives
+    def __init__(self, links: Links, sender: OrderSender) -> None:
+        self.links = links
         self._sender = sender
         self._orders = Orders(sender)
         self._is_closed = False
-        self.watcher = Teller(self._orders)
 
-    def companions(self, store: CacheStore) -> Companions:
+    def watcher(self, replica: int) -> CacheWatcher:
+        return Teller(self._orders, replica)
+
+    def companions(self, stores: Sequence[CacheStore], *, exchanges_rows: bool) -> Companions:
         """Waits until the others have loaded their parts too."""
         self._sender.wait_until_ready()
-        return Led(self.collectives, self._orders, store.main)
+        networks = [store.main for store in stores]
+        return Led(self.links, self._orders, networks, exchanges_rows=exchanges_rows)
 
     def begin_serving(self) -> None:
         """From now on, a rank that takes part in no step for long is lost: all kernels are compiled."""
@@ -119,7 +138,7 @@ class Leads(Role):
             logger.debug("the other ranks are not told of the end: %s", error)
         finally:
             self._sender.close()
-            self.collectives.close()
+            self.links.close()
 
 
 class Orders:
@@ -130,12 +149,12 @@ class Orders:
         self._number = 0
         self._broken: str | None = None
 
-    def give(self, make: Callable[..., Order], *facts: object, **others: object) -> None:
+    def give(self, make: Callable[..., Order], *facts: object) -> None:
         """Sends the next order, made from these facts."""
         if self._broken is not None:
             raise RankLostError(f"expected ranks that run the same steps, got a step that broke off: {self._broken}")
         self._number += 1
-        self._sender.send(packed(make(self._number, *facts, **others)))
+        self._sender.send(packed(make(self._number, *facts)))
 
     def break_off(self, error: BaseException) -> str:
         """Says that a step ended early on this rank. Returns the cause: a rank that is gone, or else this error."""
@@ -144,53 +163,46 @@ class Orders:
 
 
 class Teller(CacheWatcher):
-    """Tells the other ranks of copies."""
+    """Tells the ranks of a replica of copies."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: Orders, replica: int) -> None:
         self._orders = orders
+        self._replica = replica
 
     def copies_page(self, pool: str, source: int, target: int, num_tokens: int) -> None:
-        self._orders.give(CopyOrder, pool, source, target, num_tokens)
+        self._orders.give(CopyOrder, self._replica, pool, source, target, num_tokens)
 
     def moves_entries(self, pool: str, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._orders.give(MoveOrder, pool, list(sources), list(targets))
-
-
-class Told(Companions):
-    """The other ranks, for one that follows: it gets the tokens of a step from the leader."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    @contextmanager
-    def along(self, batch: Batch, halves: Sequence[Batch] = (), *, is_captured: bool = False) -> Iterator[None]:
-        del is_captured
-        for each in halves or (batch,):
-            self._collectives.broadcast(each.tokens)
-        yield
+        self._orders.give(MoveOrder, self._replica, pool, list(sources), list(targets))
 
 
 class Led(Companions):
-    """The other ranks, for the leader: it tells them of a step, and gives them its tokens."""
+    """The other ranks, for the leader: it tells them of a step, gives them its tokens, and takes outputs."""
 
-    def __init__(self, collectives: Collectives, orders: Orders, network: NetworkCache) -> None:
-        self._collectives = collectives
+    def __init__(self, links: Links, orders: Orders, networks: Sequence[NetworkCache], *, exchanges_rows: bool) -> None:
+        """`networks` has the model's cache of each replica."""
+        self._links = links
         self._orders = orders
-        self._network = network
-        self._told: dict[tuple[int, int], tuple[int, int]] = {}
-        """By pool and row: the version of the row, and how many of its pages the others know."""
+        self._others = tuple(networks[1:])
+        self._tellers = tuple(map(PartTeller, networks))
+        self._exchanges_rows = exchanges_rows
 
     @contextmanager
-    def along(self, batch: Batch, halves: Sequence[Batch] = (), *, is_captured: bool = False) -> Iterator[None]:
-        first_rows = halves[0].num_rows if halves else 0
-        facts, trees = _facts(batch), _trees(batch)
+    def along(
+        self, batch: Batch, beside: Sequence[Beside] = (), *, first_rows: int = 0, is_captured: bool = False
+    ) -> Iterator[Join]:
+        others = beside or [idle_beside(batch, each, is_padded=self._exchanges_rows) for each in self._others]
+        steps = (Beside(batch, batch.memory.shape), *others)
+        parts = [teller.part(*each) for teller, each in zip(self._tellers, steps, strict=True)]
+        counts = [len(each.batch.logit_places) for each in steps]
         # The others cannot be called back from a step, so an interruption waits for its end.
         with uninterrupted():
             try:
-                self._orders.give(StepOrder, *facts, *self._changes(batch), trees, first_rows, is_captured)
-                for each in halves or (batch,):
-                    self._collectives.broadcast(each.tokens)
-                yield
+                self._orders.give(StepOrder, parts, first_rows, is_captured)
+                for network, other in zip(self._others, others, strict=True):
+                    network.lengths.launch(other.batch, MAIN_LANE)
+                self._links.everyone.broadcast(_tokens_of(steps))
+                yield _as_they_are if len(counts) == 1 else lambda own: self._links.across.gather(own, counts, dim=0)
             except Exception as error:
                 cause = self._orders.break_off(error)
                 raise RankLostError(f"a step of {batch.num_rows} rows that all ranks run broke off: {cause}") from error
@@ -198,49 +210,8 @@ class Led(Companions):
                 self._orders.break_off(error)
                 raise
 
-    def _changes(self, batch: Batch) -> tuple[list[PagesOfRow], list[StatesOfRow]]:
-        """The pages that the rows got since the others were told, and the states of the step."""
-        return self._pages(batch.work.table_rows), self._states(batch)
 
-    def _pages(self, rows: Sequence[int]) -> list[PagesOfRow]:
-        found = []
-        for number, pool in enumerate(self._network.pools):
-            table = pool.table
-            for row in rows:
-                version, count = self._told.get((number, row), (-1, 0))
-                current, owned = table.version(row), table.num_owned(row)
-                first = count if version == current else 0
-                if (version, count) != (current, owned):
-                    found.append(PagesOfRow(number, row, first, list(table.pages_of(row)[first:])))
-                    self._told[number, row] = (current, owned)
-        return found
-
-    def _states(self, batch: Batch) -> list[StatesOfRow]:
-        states, work = self._network.states, batch.work
-        if states is None:
-            return []
-        reads = states.slots_to_read(work.table_rows, work.context_lens)
-        kept, start, found = batch.pools[states.key].kept, 0, []
-        for read, context_len, count in zip(reads, work.context_lens, work.query_lens, strict=True):
-            slots = [(context_len + place + 1, slot) for place, slot in enumerate(kept[start : start + count]) if slot]
-            found.append(StatesOfRow(read, [position for position, _ in slots], [slot for _, slot in slots]))
-            start += count
-        return found
-
-
-def _facts(batch: Batch) -> tuple[object, ...]:
-    """What a step order says of the rows of a batch."""
-    work = batch.work
-    if not batch.pools or any(mask.kind not in (MaskKind.CAUSAL, MaskKind.TREE) for mask in work.masks):
-        raise BatchError("rows", None, "rows that generate, as several ranks compute them", "a text that is embedded")
-    columns = (work.table_rows, work.context_lens, work.query_lens, work.num_logits, work.num_candidates)
-    return (*(list(column) for column in columns), batch.num_rows, batch.num_tokens)
-
-
-def _trees(batch: Batch) -> list[TreeOfRow]:
-    found = []
-    for index, (mask, positions) in enumerate(zip(batch.work.masks, batch.work.positions, strict=True)):
-        if mask.tree is not None and positions is not None:
-            sees = [each.nonzero().flatten().tolist() for each in mask.tree]
-            found.append(TreeOfRow(index, list(positions), sees))
-    return found
+def _tokens_of(steps: Sequence[Beside]) -> Tensor:
+    """The tokens of every replica, one after another."""
+    tokens = [each.batch.tokens for each in steps]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from sightline.attention.lanes import Depth
 from sightline.attention.planner import PlannedBatch, Planner
-from sightline.attention.workspace import Lane
+from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import Batch, BatchId
 from sightline.core.batch_memory import BatchMemory
 from sightline.core.errors import BatchError, PlanError, UnplannedBatchError
-from sightline.distributed.collectives import LONE, Collectives
+from sightline.distributed.collectives import NO_LINKS, Links
 from sightline.layers.scratch import Activations
 from sightline.models.contract import GivenStates, MadeStates, Model
 from sightline.runner.halves import SecondThread
 from sightline.runner.recording import Recorder, Recording
+from sightline.runner.replicas import Beside
 from sightline.runner.roles import NOBODY, Companions
 
 
@@ -31,12 +32,12 @@ class Runner:
         planner: Planner,
         activations: Mapping[Lane, Activations],
         companions: Companions = NOBODY,
-        collectives: Collectives = LONE,
+        links: Links = NO_LINKS,
     ) -> None:
         """`activations` has an entry for every lane of the planner: steps of two lanes may run at once. `companions`
-        run every step too; `collectives` are those that layers use."""
+        run every step too; `links` are those that layers use."""
         self._companions = companions
-        self._collectives = collectives
+        self._links = links
         device = next(iter(activations.values())).device
         self._second = SecondThread(device) if len(activations) > 1 else None
         self._model = model
@@ -56,8 +57,10 @@ class Runner:
                 if width:
                     scratch.of(kind, width)
 
-    def forward(self, planned: PlannedBatch, states: Tensor | None = None) -> Tensor:
+    def forward(self, planned: PlannedBatch, states: Tensor | None = None, beside: Sequence[Beside] = ()) -> Tensor:
         """Returns logits [num_logits, vocab_size] fp32, or the states of a model without an output projection.
+
+        `beside` are the steps of other replicas, whose logits follow; without it they are idle.
 
         `states` [num_tokens, width] are those that the model takes, without padding; None if it takes none.
 
@@ -66,7 +69,16 @@ class Runner:
         `LaneBusyError` if another thread plans or runs in the plan's lane.
         """
         _require_plan(planned)
-        return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned, states)
+        lane = planned.plan.certificate.lane
+        return self._planner.lanes.run(lane, Depth.RUNNER, self._forward, planned, states, beside)
+
+    def forward_elsewhere(self, idle: Batch, beside: Sequence[Beside], width: int) -> Tensor:
+        """Runs a step in which only other replicas have rows. Returns their logits [num_logits, width]."""
+        return self._planner.lanes.run(MAIN_LANE, Depth.RUNNER, self._forward_elsewhere, idle, beside, width)
+
+    def _forward_elsewhere(self, idle: Batch, beside: Sequence[Beside], width: int) -> Tensor:
+        with self._companions.along(idle, beside) as join:
+            return join(torch.empty((0, width), device=idle.device))
 
     @property
     def gives_states(self) -> bool:
@@ -109,7 +121,7 @@ class Runner:
         self._planner.pin(current)
         self._recordings[current.batch.memory] = recording
 
-    def _forward(self, planned: PlannedBatch, states: Tensor | None) -> Tensor:
+    def _forward(self, planned: PlannedBatch, states: Tensor | None, beside: Sequence[Beside]) -> Tensor:
         current = self._planner.ensure(planned)
         lane = current.plan.certificate.lane
         recording = self._recordings.get(current.batch.memory)
@@ -118,10 +130,10 @@ class Runner:
         try:
             self._planner.launch(current)
             self._states_of[lane] = current.batch.batch_id
-            with current.in_stream_order(), self._companions.along(current.batch):
+            with current.in_stream_order(), self._companions.along(current.batch, beside) as join:
                 if recording is not None:
-                    return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
-                return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
+                    return join(self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current))
+                return join(self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane]))
         except BaseException:
             self._planner.take_back(current)
             raise
@@ -138,7 +150,7 @@ class Runner:
                 self._states_of.pop(each.plan.certificate.lane, None)
                 self._give(each.batch, each.plan.certificate.lane, None)
                 self._planner.launch(each)
-            with self._companions.along(whole, [each.batch for each in current]):
+            with self._companions.along(whole, first_rows=current[0].batch.num_rows):
                 outputs = self._second.both(*(partial(self._run_half, each) for each in current))
             self.num_halved += 1
             for each in current:
@@ -151,7 +163,7 @@ class Runner:
 
     def _run_half(self, current: PlannedBatch) -> Tensor:
         lane = current.plan.certificate.lane
-        with current.in_stream_order(), self._collectives.in_lane(lane):
+        with current.in_stream_order(), self._links.in_lane(lane):
             return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
 
     def _give(self, batch: Batch, lane: Lane, states: Tensor | None) -> None:

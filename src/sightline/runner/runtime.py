@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sightline.attention.bindings import GroupBinding
@@ -20,6 +21,7 @@ from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.graphs import Graphs
 from sightline.runner.networks import DraftRuntime, NetworkRuntime
 from sightline.runner.progress import BuildTimes
+from sightline.runner.replicas import Beside
 from sightline.runner.roles import Role
 from sightline.runner.runner import Runner
 
@@ -45,6 +47,9 @@ class Runtime:
     """Card memory that the weights take, measured; 0 if it was not measured, as on a CPU."""
     role: Role
     """What this process is among the ranks that share the model."""
+    others: tuple[CacheStore, ...]
+    """For each other replica, the account of its cache: rows and pages, without entries. Empty if this process does not
+    lead."""
     tiers: tuple[LowerTier, ...]
     """Keeps pages that the prefix cache evicts: one, or none if they are lost."""
 
@@ -69,6 +74,13 @@ class Runtime:
         """Cuts a step in two and plans each half on its own, in a lane of its own."""
         first, second = batch.split(first_rows)
         return self.planner.plan(first), self.planner.plan(second, lane=SECOND_LANE)
+
+    def take_back(self, planned: Sequence[PlannedBatch], beside: Sequence[Beside]) -> None:
+        """Discards the entries of a launched step whose result nobody will read, on every replica."""
+        for each in planned:
+            self.planner.take_back(each)
+        for store, other in zip(self.others, beside, strict=False):
+            store.main.lengths.take_back(other.batch)
 
     @property
     def graphs(self) -> Graphs:

@@ -143,6 +143,10 @@ class Scheduler:
         else:
             self._waiting.add(sequence)
 
+    def num_cached(self, sequence: SequenceState) -> int:
+        """Tokens of a sequence that is not submitted yet whose entries the cache has."""
+        return 0 if sequence.is_whole else self._supply.find(sequence).num_tokens
+
     def schedule(self) -> Schedule:
         """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
         self._supply.poll()

@@ -32,6 +32,8 @@ class SequenceState:
     """How its tokens are drawn, for a drafter that draws with the same noise; None if the likeliest is taken."""
     admits: Callable[[Sequence[int]], int] | None = None
     """How many of some guesses, from the first on, may follow its known tokens; None: any guess may be right."""
+    replica: int = 0
+    """The replica of the model that computes it."""
     tokens: list[int] = field(init=False)
     """Known prompt and generated tokens."""
     num_computed: int = 0

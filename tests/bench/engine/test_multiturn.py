@@ -150,7 +150,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
 
     def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[TimedAnswer]:
         answers = right(engine, prompts, answer_len)
-        if engine.prefixes is None or answer_len != CHAT.answer_len:
+        if not engine.prefixes or answer_len != CHAT.answer_len:
             return answers
         return [replace(each, token_ids=_changed(each.token_ids, index)) for each in answers]
 

@@ -233,8 +233,8 @@ def _warm_up(engine: Engine, chat: Chat) -> None:
     """Runs other prompts of the first turn's length, and leaves nothing of them in the cache."""
     lengths = [chat.system_len + chat.question_len] * chat.users
     answer(engine, random_prompts(lengths, engine.vocab_size, seed=chat.turns + 1), min(WARM_TOKENS, chat.answer_len))
-    if engine.prefixes is not None:
-        engine.prefixes.clear()
+    for each in engine.prefixes:
+        each.clear()
 
 
 def _percent(share: float | None) -> str:

@@ -210,8 +210,8 @@ def _build(load: Load) -> Engine:
         config, _NoDefinition(), _NoModel(), groups, [selection] * len(groups), store, inline_launcher()
     )
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger())
-    assert engine.prefixes is not None, "it was asked for"
-    cache_prefixes(engine.prefixes, store, load.num_prefixes, _VOCAB, Random(0))
+    [prefixes] = engine.prefixes
+    cache_prefixes(prefixes, store, load.num_prefixes, _VOCAB, Random(0))
     return engine
 
 

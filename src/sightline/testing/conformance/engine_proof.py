@@ -31,7 +31,7 @@ from sightline.core.config import PADDING_PAGES, EngineConfig, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
-from sightline.distributed.ranks import Rank
+from sightline.distributed.ranks import Place, Rank
 from sightline.engine.text_embedder import embedder_config
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.default_model import default_model_path
@@ -171,7 +171,7 @@ def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
         embedder = define_embedder(checkpoint.config, ledger)
         return draw_up(config, checkpoint, embedder, usage_of(embedder), ledger)
     # All ranks have as many heads, if heads are divided.
-    first = Rank(0, config.tensor_parallel_size)
+    first = Place(Rank(0, config.num_ranks), config.data_parallel_size)
     definition, part = part_of_rank(define_model(checkpoint.config, ledger), checkpoint, first, config, ledger)
     return draw_up(config, part, definition, AttentionUsage.GENERATE, ledger)
 
