@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch import Tensor
 
 from sightline.cache.told import ToldCache
 from sightline.core.batch import Batch
+from sightline.core.batch_memory import StepShape
 from sightline.core.errors import SightlineError
 from sightline.distributed import orders
 from sightline.distributed.ranks import Rank
 from sightline.layers.moe import SeparateExperts
 from sightline.layers.summed import SummedEmbedding, SummedMlp
 from sightline.models.parts import Slices, Zeros
-from sightline.runner import following, roles
+from sightline.runner import following
 from sightline.runner.roles import Teller
+from sightline.runner.telling import PartTeller
 from support.led_engines import alone, answers, config_of, led_engine, sampled
 from support.tiny_models import make_model
 
@@ -97,13 +100,13 @@ def _copies_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def _another_bucket(patch: pytest.MonkeyPatch) -> None:
-    whole = roles._facts
+    whole = PartTeller.part
 
-    def facts(batch: Batch) -> tuple[object, ...]:
-        *columns, num_rows, num_tokens = whole(batch)
-        return (*columns, batch.num_rows + 1, num_tokens) if num_rows else (*columns, num_rows, num_tokens)
+    def part(self: PartTeller, batch: Batch, shape: StepShape | None) -> orders.PartOrder:
+        found = whole(self, batch, shape)
+        return structs.replace(found, bucket=(found.padded_rows, 1))
 
-    patch.setattr(roles, "_facts", facts)
+    patch.setattr(PartTeller, "part", part)
 
 
 FAULTS: dict[str, tuple[str, Plant]] = {

@@ -34,7 +34,7 @@ def make_stage() -> Stage:
         paranoid=False,
         max_step_ticks=None,
     )
-    return set_stage(scene, lambda batch: None, EventCounts(), lambda finding: None)
+    return set_stage(scene, lambda replica, batch: None, EventCounts(), lambda finding: None)
 
 
 def sampled(max_tokens: int) -> SamplingParams:

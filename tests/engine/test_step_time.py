@@ -45,7 +45,7 @@ def make_stage(ticks: int | None, *, in_flight: bool = False, max_len: int = 96)
         paranoid=False,
         max_step_ticks=ticks,
     )
-    return set_stage(scene, lambda batch: None, EventCounts(), lambda finding: None)
+    return set_stage(scene, lambda replica, batch: None, EventCounts(), lambda finding: None)
 
 
 def run_steps(stage: Stage, request_id: str) -> list[tuple[int, int]]:
@@ -115,7 +115,7 @@ def test_answers_do_not_depend_on_the_limit() -> None:
 @pytest.mark.parametrize("max_len", [2, 5, 96])
 def test_measuring_chooses_from_the_time_of_one_token_and_leaves_nothing(max_len: int) -> None:
     stage = make_stage(None, max_len=max_len)
-    engine, allocators = stage.engine, stage.allocators
+    engine, allocators = stage.engine, stage.replicas[0].allocators
     choose_limit(engine, stage.faults.clock)
     one_token = (STEP_TICKS + 1) * TICK
     assert STEPS_PER_LIMIT * one_token < LEAST_SECONDS

@@ -80,7 +80,7 @@ def led_engine(folder: Path, config: EngineConfig) -> Iterator[Engine]:
             role = Follows(connect(Place(Rank(index, size), config.data_parallel_size), store, device, TIMEOUT_S, 2))
             ledger = Ledger()
             runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, role=role)
-            follower = Follower(runtime, QueueReceiver(queues[index - 1]), make_recorder(runtime))
+            follower = Follower(role, runtime, QueueReceiver(queues[index - 1]), make_recorder(runtime))
             while follower.follow():
                 pass
         except BaseException as error:

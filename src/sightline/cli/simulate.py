@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option("--sparse", is_flag=True, help="Give the model a layer that attends to what an indexer chooses.")
 @click.option("--host", is_flag=True, help="Keep pages in host memory, behind transfers that end late or fail.")
-@click.option("--ranks", is_flag=True, help="Share the model among ranks, which die and stall.")
+@click.option("--ranks", is_flag=True, help="Share the model among ranks and replicas, which die and stall.")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
 @click.option("--output", type=parse_target, metavar="FILE", help="Write the script of a failing seed here.")
 def simulate(

@@ -426,8 +426,9 @@ def assemble_runtime(
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
 
-    `drafting` are the parts of each of them. `others` are the accounts of the caches of other replicas. `make_blocks` makes the store of evicted pages, given its size in
-    bytes, if the config asks for one; `identity` names the weights in it.
+    `drafting` are the parts of each of them. `make_blocks` makes the store of evicted pages, given its size in
+    bytes, if the config asks for one; `identity` names the weights in it. `others` are the accounts of the caches of
+    other replicas.
     """
     device = config.device.torch_device
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)

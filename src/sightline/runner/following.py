@@ -1,6 +1,6 @@
 """A rank that follows: it carries out the orders of the leading rank, one after another.
 
-It runs the part of a step that its replica has. Of the others it knows how many tokens and outputs they have.
+It runs the part of a step that its replica has.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -30,6 +29,7 @@ from sightline.distributed.orders import (
     unpacked,
 )
 from sightline.runner.recording import Recorder
+from sightline.runner.roles import Follows
 from sightline.runner.runtime import Runtime
 
 logger = logging.getLogger("sightline")
@@ -38,15 +38,15 @@ logger = logging.getLogger("sightline")
 class Follower:
     """Runs what it is told on its part of the model."""
 
-    def __init__(self, runtime: Runtime, receiver: OrderReceiver, recorder: Recorder) -> None:
-        """`recorder` records steps that the leading rank records."""
+    def __init__(self, role: Follows, runtime: Runtime, receiver: OrderReceiver, recorder: Recorder) -> None:
+        """`role` is that with which the runtime was built; `recorder` records steps that the leading rank records."""
         self._runtime = runtime
         self._receiver = receiver
         self._recorder = recorder
         self._cache = ToldCache(runtime.store)
         self._pools = {pool.key: pool for pool in runtime.store.main.pools}
-        self._links = runtime.role.links
-        self._replica = self._links.place.replica.index
+        self._told = role.told
+        self._replica = role.links.place.replica.index
         self._number = 0
 
     def follow(self) -> bool:
@@ -71,18 +71,15 @@ class Follower:
 
     def _run(self, order: StepOrder) -> None:
         runtime, batch = self._runtime, self._assemble(order.parts[self._replica], order.number)
-        self._take_tokens(batch, order)
-        outputs = torch.empty((0, runtime.definition.vocab_size), device=batch.device)
+        self._told.hear(order)
         if order.first_rows:
-            outputs = runtime.runner.forward_halves(batch, runtime.plan_halves(batch, order.first_rows))
+            runtime.runner.forward_halves(batch, runtime.plan_halves(batch, order.first_rows))
         elif order.is_captured:
             runtime.runner.capture(runtime.planner.plan(batch), self._recorder)
-            return
         elif batch.num_tokens:
-            outputs = runtime.runner.forward(self._plan(batch))
-        if len(order.parts) > 1 and self._links.within.rank.leads:
-            # The leading rank chooses the next tokens of all replicas.
-            self._links.across.gather(outputs, [sum(part.num_logits) for part in order.parts], dim=0)
+            runtime.runner.forward(self._plan(batch))
+        else:
+            runtime.runner.forward_elsewhere(batch, (), runtime.definition.vocab_size)
 
     def _plan(self, batch: Batch) -> PlannedBatch:
         """The planned batch; the same one in memory of its own if its graph cannot serve the plan. The ranks exchange
@@ -91,20 +88,7 @@ class Follower:
             return self._runtime.planner.plan(batch)
         except UncapturedPlanError as error:
             logger.debug("a step of %d rows runs eagerly: %s", batch.num_rows, error)
-        eager = replace(batch).pad(batch.num_rows, batch.num_tokens)
-        eager.tokens.copy_(batch.tokens)
-        return self._runtime.planner.plan(eager)
-
-    def _take_tokens(self, batch: Batch, order: StepOrder) -> None:
-        """Gets the tokens of all replicas, and keeps those of the batch."""
-        if len(order.parts) == 1:
-            self._links.everyone.broadcast(batch.tokens)
-            return
-        ends = list(accumulate(part.padded_tokens for part in order.parts))
-        tokens = batch.tokens.new_empty(ends[-1])
-        self._links.everyone.broadcast(tokens)
-        stop = ends[self._replica]
-        batch.tokens.copy_(tokens[stop - batch.num_tokens : stop])
+        return self._runtime.planner.plan(replace(batch).pad(batch.num_rows, batch.num_tokens))
 
     def _assemble(self, order: PartOrder, number: int) -> Batch:
         for each in order.pages:

@@ -73,7 +73,7 @@ def _follow(start: control.RankStart, connection: socket.socket, receiver: RingR
     role = Follows(connect(place, store, detect_device(config.device), START_SECONDS, num_lanes))
     runtime = build_runtime(config, open_checkpoint(config.model, ledger), ledger, role=role)
     control.send(connection, control.RankReady())
-    follower = Follower(runtime, receiver, make_recorder(runtime))
+    follower = Follower(role, runtime, receiver, make_recorder(runtime))
     while follower.follow():
         pass
     role.close()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -38,14 +40,14 @@ class Companions:
 
     @contextmanager
     def along(
-        self, batch: Batch, beside: Sequence[Beside] = (), *, first_rows: int = 0, is_captured: bool = False
+        self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
     ) -> Iterator[Join]:
-        """Runs a step together with them. Yields what joins its outputs with those of other replicas.
+        """Runs a step together with them, or its halves if it is cut in two. Yields what joins its outputs with those
+        of other replicas.
 
-        `beside` has the step of each other replica; without it they are idle. `first_rows` is the number of rows of the
-        first half, if the step is cut in two. It must be launched already.
+        `beside` has the step of each other replica; without it they are idle. The step must be launched already.
         """
-        del batch, beside, first_rows, is_captured
+        del batch, beside, halves, is_captured
         yield _as_they_are
 
 
@@ -100,6 +102,12 @@ class Follows(Role):
 
     def __init__(self, links: Links) -> None:
         self.links = links
+        self.told = Told(links)
+        """Must hear of every step before it runs."""
+
+    def companions(self, stores: Sequence[CacheStore], *, exchanges_rows: bool) -> Companions:
+        del stores, exchanges_rows
+        return self.told
 
     def close(self) -> None:
         self.links.close()
@@ -176,6 +184,42 @@ class Teller(CacheWatcher):
         self._orders.give(MoveOrder, self._replica, pool, list(sources), list(targets))
 
 
+class Told(Companions):
+    """The other ranks, for one that follows: the leader sends it tokens and, if it is the first of a replica, takes its
+    outputs. It runs no step that it was not told of."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._order: StepOrder | None = None
+
+    def hear(self, order: StepOrder) -> None:
+        """Takes in what the next step is."""
+        self._order = order
+
+    @contextmanager
+    def along(
+        self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
+    ) -> Iterator[Join]:
+        del beside
+        order, self._order = self._order, None
+        if order is None:
+            raise RankLostError("expected an order of the leading rank for every step, got a step without one")
+        if len(order.parts) == 1:
+            for each in halves or (batch,):
+                self._links.everyone.broadcast(each.tokens)
+            yield _as_they_are
+            return
+        ends = list(accumulate(part.padded_tokens for part in order.parts))
+        stop, tokens = ends[self._links.place.replica.index], batch.tokens.new_empty(ends[-1])
+        self._links.everyone.broadcast(tokens)
+        batch.tokens.copy_(tokens[stop - batch.num_tokens : stop])
+        if is_captured or not self._links.within.rank.leads:
+            yield _as_they_are
+        else:
+            counts = [sum(part.num_logits) for part in order.parts]
+            yield partial(self._links.across.gather, sizes=counts, dim=0)
+
+
 class Led(Companions):
     """The other ranks, for the leader: it tells them of a step, gives them its tokens, and takes outputs."""
 
@@ -189,8 +233,9 @@ class Led(Companions):
 
     @contextmanager
     def along(
-        self, batch: Batch, beside: Sequence[Beside] = (), *, first_rows: int = 0, is_captured: bool = False
+        self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
     ) -> Iterator[Join]:
+        first_rows = halves[0].num_rows if halves else 0
         others = beside or [idle_beside(batch, each, is_padded=self._exchanges_rows) for each in self._others]
         steps = (Beside(batch, batch.memory.shape), *others)
         parts = [teller.part(*each) for teller, each in zip(self._tellers, steps, strict=True)]
@@ -201,8 +246,9 @@ class Led(Companions):
                 self._orders.give(StepOrder, parts, first_rows, is_captured)
                 for network, other in zip(self._others, others, strict=True):
                     network.lengths.launch(other.batch, MAIN_LANE)
-                self._links.everyone.broadcast(_tokens_of(steps))
-                yield _as_they_are if len(counts) == 1 else lambda own: self._links.across.gather(own, counts, dim=0)
+                for tokens in [each.tokens for each in halves] or [_tokens_of(steps)]:
+                    self._links.everyone.broadcast(tokens)
+                yield _as_they_are if len(counts) == 1 else partial(self._links.across.gather, sizes=counts, dim=0)
             except Exception as error:
                 cause = self._orders.break_off(error)
                 raise RankLostError(f"a step of {batch.num_rows} rows that all ranks run broke off: {cause}") from error

@@ -150,7 +150,7 @@ class Runner:
                 self._states_of.pop(each.plan.certificate.lane, None)
                 self._give(each.batch, each.plan.certificate.lane, None)
                 self._planner.launch(each)
-            with self._companions.along(whole, first_rows=current[0].batch.num_rows):
+            with self._companions.along(whole, halves=[each.batch for each in current]):
                 outputs = self._second.both(*(partial(self._run_half, each) for each in current))
             self.num_halved += 1
             for each in current:

@@ -1,7 +1,9 @@
 """Scheduling for several replicas: each has a scheduler, rows and a cache of its own, and they step together.
 
 A request goes to the replica that has the least to compute for it: what the replica holds already, and the part of the
-prompt that is not in its cache. Its continuations stay together, because they share the prompt's pages.
+prompt that is not in its cache. Its continuations stay together, because they share the prompt's pages. While it waits
+for a row, another replica that has one may take it over. Requests of one replica have their turns; those of two have
+none.
 
 Knows how much work each replica has. How a replica schedules its own is `Scheduler`'s.
 """
@@ -49,7 +51,21 @@ class ReplicaScheduler:
 
     def schedule(self) -> Schedule:
         """The rows of the next step, those of the first replica first."""
+        self._balance()
         return Schedule(tuple(row for each in self._each for row in each.schedule().rows))
+
+    def _balance(self) -> None:
+        """Gives each replica that has a free row, and for which nothing waits, a request of the replica where most
+        wait for one."""
+        for replica, free in enumerate(self._each):
+            busy = max(self._each, key=lambda each: 0 if each.has_free_row else each.num_waiting)
+            if free.num_waiting or not free.has_free_row or busy.has_free_row:
+                continue
+            for sequence in busy.give_up_waiting():
+                self._loads[sequence.replica] -= self._held[sequence]
+                self._loads[replica] += self._held[sequence]
+                sequence.replica = replica
+                free.submit(sequence)
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that a step with these rows is running."""

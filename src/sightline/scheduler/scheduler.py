@@ -143,6 +143,27 @@ class Scheduler:
         else:
             self._waiting.add(sequence)
 
+    @property
+    def has_free_row(self) -> bool:
+        """True if one more sequence could run, as far as rows go."""
+        return self._store.num_free_rows > 0
+
+    def give_up_waiting(self) -> tuple[SequenceState, ...]:
+        """Takes the most urgent request that nothing was computed for out of the queue, and returns its sequences, the
+        first one first. Returns none if there is no such request."""
+        first = min(
+            (each for each in self._waiting if each.leader is None and not each.was_admitted),
+            key=lambda each: each.rank,
+            default=None,
+        )
+        if first is None:
+            return ()
+        found = (first, *sorted((each for each in self._waiting if each.leader is first), key=lambda each: each.index))
+        for each in found:
+            self._waiting.remove(each)
+            self._shares.leave(each.caller)
+        return found
+
     def num_cached(self, sequence: SequenceState) -> int:
         """Tokens of a sequence that is not submitted yet whose entries the cache has."""
         return 0 if sequence.is_whole else self._supply.find(sequence).num_tokens

@@ -14,6 +14,7 @@ from sightline.core.errors import RankLostError
 from sightline.distributed.orders import Order, StepOrder, unpacked
 from sightline.runner import following
 from sightline.runner.roles import Led, Teller
+from sightline.runner.telling import PartTeller
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.ranks import FollowersCollectives
 from sightline.testing.simulator.simulation import Violation, simulate
@@ -69,9 +70,9 @@ def _pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_state_of_another_slot(patch: pytest.MonkeyPatch) -> None:
-    whole = Led._states
+    whole = PartTeller._states
 
-    def states(self: Led, batch: Any) -> Any:
+    def states(self: PartTeller, batch: Any) -> Any:
         found = whole(self, batch)
         reads = [each.read for each in found]
         return [
@@ -79,7 +80,7 @@ def _the_state_of_another_slot(patch: pytest.MonkeyPatch) -> None:
             for each, read in zip(found, reads[1:] + reads[:1], strict=True)
         ]
 
-    patch.setattr(Led, "_states", states)
+    patch.setattr(PartTeller, "_states", states)
 
 
 def _tokens_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,9 @@ def _a_stale_order(patch: pytest.MonkeyPatch) -> None:
         order = unpacked(message, number)
         if isinstance(order, StepOrder):
             steps.append(order)
-            if len(steps) % 7 == 0 and len(steps[-2].rows) == len(order.rows):
+            if len(steps) % 7 == 0 and [len(part.rows) for part in steps[-2].parts] == [
+                len(part.rows) for part in order.parts
+            ]:
                 return steps[-2]
         return order
 

@@ -132,9 +132,10 @@ class Clients:
         for name in self._by_name:
             self.read_on(name)
 
-    def see_running(self, step: int, rows: Collection[int]) -> Iterator[str]:
-        """Records which sequences run, just before a forward pass over the rows. Yields those that should not."""
-        for sequence in self._stage.scheduler.running:
+    def see_running(self, step: int, replica: int, rows: Collection[int]) -> Iterator[str]:
+        """Records which sequences of a replica run, just before a forward pass over its rows. Yields those that should
+        not."""
+        for sequence in self._stage.replicas[replica].scheduler.running:
             attempt = self._live.get(sequence.request.request_id)
             if attempt is not None:
                 attempt.sequences.setdefault(sequence.index, sequence)
@@ -189,7 +190,7 @@ class Clients:
     def _check_turns(self, step: int) -> Iterator[str]:
         """Yields an error if a request started before a more urgent one, or before an earlier one of its caller.
 
-        Callers of equal urgency may start in any order. A refused allocation is a reason to wait, and so is a transfer
+        Callers of equal urgency may start in any order, and so may requests of different replicas. A refused allocation is a reason to wait, and so is a transfer
         that has not ended.
         """
         new = [attempt for attempt in self._attempts if attempt.admitted_at == step]
@@ -202,8 +203,12 @@ class Clients:
             if self._engine.is_finished(waiting.request_id):
                 continue
             for other in new:
-                if waiting.goes_before(other):
+                if waiting.goes_before(other) and self._replica_of(waiting) == self._replica_of(other):
                     yield f"request {other.asked.name} was let in, and it was the turn of request {waiting.asked.name}"
+
+    def _replica_of(self, attempt: Attempt) -> int:
+        """The replica that computes a request, which has not ended."""
+        return self._engine._live[attempt.request_id].sequences[0].sequence.replica
 
     def _check_unfinished(self, attempt: Attempt, looked: float) -> Iterator[str]:
         """`looked` is the time at which the engine last checked deadlines."""

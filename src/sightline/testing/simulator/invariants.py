@@ -19,20 +19,21 @@ from sightline.core.batch import PADDING_SLOT, Batch
 from sightline.core.config import PADDING_PAGES
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.sparse_model import ENTRY_SIZE, POSITION
-from sightline.testing.simulator.stage import Stage
+from sightline.testing.simulator.stage import StagedReplica
 
 _FloatArray = NDArray[np.float64]
 
 
 class Invariants:
-    """The invariants of one engine. Each method yields what does not hold."""
+    """The invariants of one replica. Each method yields what does not hold."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: StagedReplica) -> None:
         self._stage = stage
-        self._store = stage.engine.runtime.store
+        self._store = stage.store
         self._size = stage.scene.page_size
-        self._tables = [pool.table.pages.numpy() for pool in self._store.pools]
-        self._contents = [self._held(pool) for pool in self._store.pools]
+        # On a CPU, the memory that the device reads; of another replica, the leading rank's account.
+        self._tables = [pool.table.on_host for pool in self._store.pools]
+        self._contents = [self._held(pool) for pool in stage.entries.pools]
         self._places = np.arange(self._size, dtype=np.float64)
         self._launched: dict[int, tuple[tuple[int, ...], ...]] = {}
         """For each page-table row, the pages in each pool with which its last batch was launched."""
@@ -49,7 +50,7 @@ class Invariants:
 
     def after_step(self) -> Iterator[str]:
         """Checks everything that must hold between steps."""
-        prefixes = self._stage.engine.prefixes
+        prefixes = self._stage.prefixes
         nodes = [] if prefixes is None else list(prefixes.nodes())
         holders = self._stage.holders()
         yield from self._owners(nodes)
@@ -61,11 +62,16 @@ class Invariants:
         yield from self._holdings(nodes, holders)
 
     def before_forward(self, batch: Batch) -> Iterator[str]:
-        """A batch writes only to pages that its rows do not share, and takes no page from a step in flight."""
+        """A batch writes only to pages that its rows do not share, padding to none, and takes no page from a step in
+        flight."""
         yield from self._in_flight()
         yield from self._time(batch)
+        num_tokens = sum(batch.work.query_lens)
         for pool in self._store.pools:
             slots = batch.pools[pool.key].write_slots.tolist()
+            if any(slot != PADDING_SLOT for slot in slots[num_tokens:]):
+                yield f"padding of a batch writes to pages of {pool.key}"
+            slots = slots[:num_tokens]
             written = [slot for slot in slots if slot != PADDING_SLOT or pool.tokens_per_entry == 1]
             pages = {slot // pool.entries_per_page for slot in written}
             for page in pages:
@@ -79,11 +85,11 @@ class Invariants:
 
         Each row may have one token beyond that, which it was admitted with in the place of another.
         """
-        limit, lengths = self._stage.engine.pace.limit(), batch.query_lens.exact()
+        limit, lengths = self._stage.engine.pace.limit(), batch.work.query_lens
         if limit is None or 1 not in lengths or max(lengths) == 1:
             return
         costs, num_rows = limit.costs, len(lengths)
-        work = batch.num_tokens + costs.logit * len(batch.logit_indices)
+        work = sum(lengths) + costs.logit * len(batch.logit_indices)
         least = (num_rows + limit.least) * (1 + costs.logit)
         if work > max(limit.work, least) + num_rows * (1 + costs.logit):
             yield f"a step with rows that generate costs {work:g}, and may cost {limit.work:g}"
@@ -178,14 +184,13 @@ class Invariants:
 
     def _in_flight(self) -> Iterator[str]:
         """A row in flight keeps the pages with which it was launched, and does not share those that it writes."""
-        for step in self._stage.engine.in_flight:
-            for row in step.rows:
-                first, stop = row.context_len // self._size, -(-(row.context_len + row.num_tokens) // self._size)
-                for pool, launched in zip(self._store.pools, self._launched[row.table_row], strict=True):
-                    if pool.table.owned(row.table_row)[:stop] != launched[:stop]:
-                        yield f"row {row.table_row}, in flight, lost pages {launched[:stop]} of {pool.key}"
-                    elif any(pool.allocator.owners(page) != 1 for page in launched[first:stop]):
-                        yield f"row {row.table_row}, in flight, writes to a page of {pool.key} that it shares"
+        for row in self._stage.in_flight():
+            first, stop = row.context_len // self._size, -(-(row.context_len + row.num_tokens) // self._size)
+            for pool, launched in zip(self._store.pools, self._launched[row.table_row], strict=True):
+                if pool.table.owned(row.table_row)[:stop] != launched[:stop]:
+                    yield f"row {row.table_row}, in flight, lost pages {launched[:stop]} of {pool.key}"
+                elif any(pool.allocator.owners(page) != 1 for page in launched[first:stop]):
+                    yield f"row {row.table_row}, in flight, writes to a page of {pool.key} that it shares"
 
     def _tree(self, nodes: Sequence[PrefixNode], holders: Sequence[SequenceState]) -> Iterator[str]:
         """Nodes continue their parents, and are locked exactly by the sequences that run on them."""
@@ -211,7 +216,7 @@ class Invariants:
                 yield "a node is not its parent's child"
             elif node.namespace != node.parent.namespace or len(node.key) != self._size * array("I").itemsize:
                 yield "a node does not continue its parent"
-        prefixes = self._stage.engine.prefixes
+        prefixes = self._stage.prefixes
         unlocked = sum(node.num_locks == 0 for node in nodes)
         if prefixes is not None and (prefixes.num_evictable, prefixes.num_pages) != (unlocked, len(nodes)):
             yield f"the tree counts {prefixes.num_evictable} pages to evict, and {unlocked} have no lock"

@@ -204,9 +204,12 @@ class ReadingModel(Model):
         compressed: CompressedSpec | None = None,
         top_k: int | None = None,
         shown: list[Tensor] | None = None,
+        exchanges_rows: bool = False,
     ) -> None:
         """Calls `watch` with every batch before anything is written. With a `compressed` layer it keeps states. Adds
-        its logits to `shown`, if they are to be compared."""
+        its logits to `shown`, if they are to be compared. With `exchanges_rows`, steps of all replicas have one size.
+        """
+        self.exchanges_rows = exchanges_rows
         self._shown = shown
         self._faults = faults
         self._watch = watch
@@ -301,6 +304,10 @@ class ReadingDefinition(ModelDefinition):
     @property
     def indexers(self) -> Mapping[int, IndexingSpec]:
         return self._model.indexers
+
+    @property
+    def exchanges_rows(self) -> bool:
+        return self._model.exchanges_rows
 
     def step_costs(self) -> tuple[float, float]:
         return LOGIT_TICKS, 0.0

@@ -1,6 +1,7 @@
 """Other ranks of a simulated engine: real followers in the same thread, which run each step behind the leading rank.
 
-    leader   plan ─▶ order ─▶ tokens ─▶ forward ─┬─▶ each follower carries out its orders, and logits are compared
+    leader   plan ─▶ order ─▶ tokens ─▶ forward ─┬─▶ the first rank of each other replica runs the step, for its logits
+                       │                         ├─▶ each other follower does, and logits of a replica are compared
                        └─ lost here, or stalls ──┴─▶ `RankLostError`
 
 Each follower has a store of its own, in which entries that were never written are NaN. So a page, a copy or a state
@@ -21,10 +22,11 @@ from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch
 from sightline.core.errors import RankLostError
 from sightline.distributed.channels import OrderReceiver, OrderSender
-from sightline.distributed.collectives import Collectives
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import Collectives, Links
+from sightline.distributed.ranks import Place, Rank
 from sightline.runner.following import Follower
-from sightline.runner.roles import Companions, Leads
+from sightline.runner.replicas import Beside
+from sightline.runner.roles import Companions, Join, Leads
 from sightline.testing.simulator.faults import DEVICE_GONE, Faults
 from sightline.testing.simulator.scenario import RankLoss
 
@@ -40,8 +42,17 @@ class SimulatedCollectives(Collectives):
     def sum(self, x: Tensor) -> None:
         raise AssertionError(f"the simulated model is not divided, and sums {len(x)} rows")
 
-    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        raise AssertionError(f"the simulated model is not divided, and gathers {len(part)} rows of {widths}")
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        raise AssertionError(f"the simulated model is not divided, and gathers {part.shape} in {dim} to {sizes}")
+
+    def stack(self, part: Tensor, out: Tensor) -> None:
+        raise AssertionError(f"the simulated model is not divided, and exchanges {part.shape} for {out.shape}")
+
+    def sum_of_part(self, parts: Tensor, out: Tensor) -> None:
+        raise AssertionError(f"the simulated model is not divided, and sums {parts.shape} to {out.shape}")
+
+    def broadcast(self, x: Tensor) -> None:
+        raise AssertionError(f"the leading rank sends tokens to all ranks, and not {len(x)} to some")
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
@@ -76,6 +87,36 @@ class FollowersCollectives(SimulatedCollectives):
 
     def broadcast(self, x: Tensor) -> None:
         x.copy_(self._tokens.popleft())
+
+
+class LeadersOutputs(SimulatedCollectives):
+    """Lets the first rank of each other replica run the step, and takes its outputs."""
+
+    def __init__(self, rank: Rank, crew: Sequence[Crewmate]) -> None:
+        """`crew` are the first ranks of the other replicas."""
+        super().__init__(rank)
+        self._crew = tuple(crew)
+
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        parts = [part, *(each.run_orders() for each in self._crew)]
+        found = [each.shape[dim] for each in parts]
+        if found != list(sizes):
+            raise AssertionError(f"expected {sizes} outputs of the replicas, got {found}")
+        return torch.cat(parts, dim=dim)
+
+
+class FollowersOutputs(SimulatedCollectives):
+    """Keeps what the first rank of a replica gives."""
+
+    def __init__(self, rank: Rank, given: deque[Tensor]) -> None:
+        super().__init__(rank)
+        self._given = given
+
+    def gather(self, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        if part.shape[dim] != sizes[self.rank.index]:
+            raise AssertionError(f"expected {sizes[self.rank.index]} outputs, got {part.shape[dim]}")
+        self._given.append(part)
+        return part
 
 
 class Mailbox(OrderReceiver):
@@ -116,12 +157,22 @@ class MailSender(OrderSender):
 class Crewmate(NamedTuple):
     """One follower."""
 
-    number: int
+    place: Place
     follower: Follower
+    store: CacheStore
+    """Its cache, with the entries that it wrote."""
     mailbox: Mailbox
     tokens: deque[Tensor]
+    given: deque[Tensor]
+    """The outputs that it gave the leading rank."""
     logits: list[Tensor]
     """Those of the steps that it ran, and that were not compared yet."""
+
+    def run_orders(self) -> Tensor:
+        """Carries out the orders that it got, of which the last is a step. Returns what it gave."""
+        while self.mailbox.messages:
+            self.follower.follow()
+        return self.given.popleft()
 
 
 class SimulatedLeads(Leads):
@@ -129,24 +180,25 @@ class SimulatedLeads(Leads):
 
     def __init__(
         self,
-        collectives: Collectives,
+        links: Links,
         sender: OrderSender,
         crew: Sequence[Crewmate],
         logits: list[Tensor],
         tell: Callable[[str], None],
     ) -> None:
         """`crew` are the followers, `logits` those of the leader's last step; `tell` hears of differences."""
-        super().__init__(collectives, sender)
+        super().__init__(links, sender)
         self._crew = crew
         self._logits = logits
         self._tell = tell
 
-    def companions(self, store: CacheStore) -> Companions:
-        return _Compared(super().companions(store), self._crew, self._logits, self._tell)
+    def companions(self, stores: Sequence[CacheStore], *, exchanges_rows: bool) -> Companions:
+        led = super().companions(stores, exchanges_rows=exchanges_rows)
+        return _Compared(led, self._crew, self._logits, self._tell)
 
 
 class _Compared(Companions):
-    """Lets the followers run each step behind the leader, and compares what they read."""
+    """Lets the followers run each step behind the leader, and compares what the ranks of a replica read."""
 
     def __init__(
         self, led: Companions, crew: Sequence[Crewmate], logits: list[Tensor], tell: Callable[[str], None]
@@ -157,20 +209,33 @@ class _Compared(Companions):
         self._tell = tell
 
     @contextmanager
-    def along(self, batch: Batch, halves: Sequence[Batch] = (), *, is_captured: bool = False) -> Iterator[None]:
+    def along(
+        self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
+    ) -> Iterator[Join]:
         self._logits.clear()
-        with self._led.along(batch, halves, is_captured=is_captured):
-            yield
+        try:
+            with self._led.along(batch, beside, halves=halves, is_captured=is_captured) as join:
+                yield join
+            self._compare()
+        except RankLostError as error:
+            if DEVICE_GONE not in str(error):
+                self._tell(f"a rank raised {error.__cause__!r}")
+            raise
+
+    def _compare(self) -> None:
+        read = {0: list(self._logits)}
         for each in self._crew:
             try:
                 while each.mailbox.messages:
                     each.follower.follow()
             except Exception as error:
-                self._tell(f"rank {each.number} raised {type(error).__name__}: {error}")
+                self._tell(f"{each.place.rank} raised {type(error).__name__}: {error}")
                 return
-            if not _are_equal(each.logits, self._logits):
-                self._tell(f"rank {each.number} read other entries than the leading rank")
+            of_first = read.setdefault(each.place.replica.index, list(each.logits))
+            if not _are_equal(each.logits, of_first):
+                self._tell(f"{each.place.rank} read other entries than the first rank of its replica")
             each.logits.clear()
+            each.given.clear()
 
 
 def lose_rank(faults: Faults, *ways: RankLoss) -> None:

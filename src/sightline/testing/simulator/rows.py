@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.counts import EventCounts
-from sightline.testing.simulator.stage import Stage
+from sightline.testing.simulator.stage import StagedReplica
 
 _PATIENCE = 3
 """Consecutive decisions that may leave a caller behind: an urgent request may take its row, and the rows that should be
@@ -20,9 +20,9 @@ given up may be in flight."""
 
 
 class RowShares:
-    """The rows of one engine, by caller."""
+    """The rows of one replica, by caller."""
 
-    def __init__(self, stage: Stage, counts: EventCounts) -> None:
+    def __init__(self, stage: StagedReplica, counts: EventCounts) -> None:
         self._stage = stage
         self._counts = counts
         self._ran: list[SequenceState] = []
@@ -123,7 +123,7 @@ class RowShares:
 
     def _pages_of(self, sequences: Iterable[SequenceState]) -> int:
         """Counts the pages that sequences hold and need, including those in the prefix cache."""
-        table, pages = self._stage.engine.runtime.store.pools[0].table, set[int]()
+        table, pages = self._stage.store.pools[0].table, set[int]()
         for sequence in sequences:
             num_pages = -(-sequence.num_expected // self._stage.scene.page_size)
             pages.update(table.owned(sequence.table_row or 0)[:num_pages])

@@ -88,6 +88,10 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device."""
     num_ranks: int = 1
     """Processes that share the model."""
+    num_replicas: int = 1
+    """Replicas of the model among them, with rows and a cache each."""
+    pads_replicas: bool = False
+    """True if the steps of all replicas have one size, as if they computed experts together."""
     host: HostScene | None = None
     """How pages are kept in host memory; None if they are not. Has no effect without `prefix_caching`."""
 
@@ -95,6 +99,8 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = (self.page_size, self.num_pages, self.max_rows, self.max_step_tokens, self.max_len, self.max_queued)
         if min(sizes) < 1 or self.max_len > MAX_LEN:
             raise ConfigError(f"expected sizes of at least 1 and max_len of at most {MAX_LEN}, got {self}")
+        if self.num_replicas < 1 or self.num_ranks % self.num_replicas:
+            raise ConfigError(f"expected ranks in replicas of one size, got {self}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"expected at least 1 chosen token, got {self}")
         if self.hot_per_choice is not None and (self.top_k is None or self.host is not None):

@@ -62,8 +62,8 @@ class Simulation:
         """Violations found inside a forward pass, where an exception would be taken for the model's."""
         self._stage = set_stage(scenario.scene, self._watch, self.counts, self._findings.append)
         self._clients = Clients(self._stage, self.counts)
-        self._invariants = Invariants(self._stage)
-        self._row_shares = RowShares(self._stage, self.counts)
+        self._invariants = [Invariants(each) for each in self._stage.replicas]
+        self._row_shares = [RowShares(each, self.counts) for each in self._stage.replicas]
         self._step = 0
         self._num_draining = 0
         self._is_open = True
@@ -131,7 +131,8 @@ class Simulation:
     def _run_step(self) -> None:
         stage = self._stage
         self._check(self._clients.before_step(self._step))
-        self._row_shares.before_step()
+        for shares in self._row_shares:
+            shares.before_step()
         stage.faults.clock.tick()
         stage.engine.step()
         self.counts.steps += 1
@@ -142,7 +143,8 @@ class Simulation:
             self._check(self._clients.after_step(self._step))
             self._check(self._clients.after_close())
             return
-        self._check(self._invariants.after_step())
+        for invariants in self._invariants:
+            self._check(invariants.after_step())
         self._check(self._clients.after_step(self._step))
         self.counts.ended_in_flight += any(
             row.sequence.is_out for flying in stage.engine.in_flight for row in flying.rows
@@ -181,14 +183,16 @@ class Simulation:
         self._is_open = False
         self._stage.engine.close()
         self._check(self._clients.after_close())
-        self._check(self._invariants.at_rest())
+        for invariants in self._invariants:
+            self._check(invariants.at_rest())
 
-    def _watch(self, batch: Batch) -> None:
-        """Checks a batch just before its forward pass."""
+    def _watch(self, replica: int, batch: Batch) -> None:
+        """Checks a replica's batch just before its forward pass."""
         self.counts.trees += sum(mask.tree is not None for mask in batch.masks)
-        self._findings.extend(self._clients.see_running(self._step, batch.rows))
-        self._findings.extend(self._invariants.before_forward(batch))
-        self._findings.extend(self._row_shares.after_decision(self._step, sum(batch.query_lens.exact())))
+        self._findings.extend(self._clients.see_running(self._step, replica, batch.rows))
+        self._findings.extend(self._invariants[replica].before_forward(batch))
+        num_tokens = sum(batch.query_lens.exact())
+        self._findings.extend(self._row_shares[replica].after_decision(self._step, num_tokens))
 
     def _check(self, findings: Iterable[str]) -> None:
         found = list(findings)

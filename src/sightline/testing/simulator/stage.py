@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,22 +22,25 @@ from sightline.attention.selection import Candidate, Selection
 from sightline.cache.blocks import BlockStore
 from sightline.cache.host import HostBlocks
 from sightline.cache.pages import PageAllocator
+from sightline.cache.prefix import PrefixCache
 from sightline.cache.store import CacheStore
 from sightline.core.batch import Batch
 from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
-from sightline.distributed.ranks import Rank
+from sightline.distributed.collectives import Links
+from sightline.distributed.ranks import Place, Rank
 from sightline.engine.engine import Engine
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.runner.build import assemble_runtime, make_recorder, make_store
+from sightline.runner.build import NO_ENTRIES, assemble_runtime, make_recorder, make_store
 from sightline.runner.following import Follower
 from sightline.runner.roles import ALONE_ROLE, Follows, Role
 from sightline.runner.runtime import Runtime
+from sightline.scheduler.replicas import AnyScheduler, ReplicaScheduler
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.testing.simulator.compressed_model import AddingBackend, PickingBackend, compressed_spec
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
@@ -48,9 +52,12 @@ from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest
 from sightline.testing.simulator.ranks import (
     Crewmate,
     FollowersCollectives,
+    FollowersOutputs,
     LeadersCollectives,
+    LeadersOutputs,
     Mailbox,
     MailSender,
+    SimulatedCollectives,
     SimulatedLeads,
 )
 from sightline.testing.simulator.scenario import Scene
@@ -59,24 +66,38 @@ from sightline.testing.simulator.state_model import SummingBackend
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """An engine, and the faults that can be injected into it."""
+class StagedReplica:
+    """A replica of the simulated engine, as its leading rank knows it."""
 
+    number: int
     scene: Scene
     engine: Engine
     faults: Faults
+    store: CacheStore
+    """Rows and pages."""
+    entries: CacheStore
+    """The cache of the replica's first rank, which has the entries."""
     allocators: tuple[FaultyAllocator, ...]
     """One per pool."""
 
     @property
     def scheduler(self) -> Scheduler:
-        return self.engine._scheduler
+        whole = self.engine._scheduler
+        return whole._each[self.number] if isinstance(whole, ReplicaScheduler) else whole
+
+    @property
+    def prefixes(self) -> PrefixCache | None:
+        return self.engine.prefixes[self.number] if self.engine.prefixes else None
+
+    def in_flight(self) -> list[ScheduledRow]:
+        """Returns the rows of steps that are launched and not committed."""
+        rows = [row for step in self.engine.in_flight for row in step.rows]
+        return [row for row in rows if row.sequence.replica == self.number]
 
     def holders(self) -> list[SequenceState]:
         """Returns the sequences that hold a row: running ones, and those whose last step is not committed."""
         found = {id(sequence): sequence for sequence in self.scheduler.running}
-        for step in self.engine.in_flight:
-            found.update((id(row.sequence), row.sequence) for row in step.rows)
+        found.update((id(row.sequence), row.sequence) for row in self.in_flight())
         return [sequence for sequence in found.values() if sequence.table_row is not None]
 
     def waiting(self) -> list[SequenceState]:
@@ -88,9 +109,25 @@ class Stage:
         ]
 
 
-def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts, tell: Callable[[str], None]) -> Stage:
-    """Builds the engine. Calls `watch` with every batch before its forward pass, `tell` with what other ranks find, and
-    counts what becomes of guesses."""
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """An engine, and the faults that can be injected into it."""
+
+    scene: Scene
+    engine: Engine
+    faults: Faults
+    replicas: tuple[StagedReplica, ...]
+
+    @property
+    def scheduler(self) -> AnyScheduler:
+        return self.engine._scheduler
+
+
+def set_stage(
+    scene: Scene, watch: Callable[[int, Batch], None], counts: EventCounts, tell: Callable[[str], None]
+) -> Stage:
+    """Builds the engine. Calls `watch` with the replica and every batch before its forward pass, `tell` with what other
+    ranks find, and counts what becomes of guesses."""
     config = _config(scene)
     faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
     allocators: list[FaultyAllocator] = []
@@ -104,8 +141,10 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts,
         return LateBlocks(store, scene.host, counts)
 
     logits: list[Tensor] = []
-    role = ALONE_ROLE if scene.num_ranks == 1 else _lead(scene, config, faults, logits, tell)
-    runtime = _runtime(config, _model(scene, faults, watch, logits), make_allocator, role, make_blocks)
+    crew = [_follow(scene, config, number, watch) for number in range(1, scene.num_ranks)]
+    role = _lead(scene, crew, faults, logits, tell) if crew else ALONE_ROLE
+    model = _model(scene, faults, partial(watch, 0), logits)
+    runtime = _runtime(config, model, make_allocator, role, make_blocks)
     drafts = None
     if scene.drafting is not None:
         drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
@@ -113,7 +152,16 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts,
             drafter, scene.drafting, scene.max_step_tokens, runtime.definition.vocab_size, scene.page_size, counts
         )
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
-    return Stage(scene, engine, faults, tuple(allocators[: len(runtime.store.pools)]))
+    stores = (runtime.store, *runtime.others)
+    entries = [runtime.store, *(each.store for each in crew if each.place.within.leads)]
+    # Each store has an allocator for each pool, then one for its states if it keeps some.
+    step = len(allocators) // len(stores)
+    owned = [tuple(allocators[start : start + len(runtime.store.pools)]) for start in range(0, len(allocators), step)]
+    replicas = [
+        StagedReplica(number, scene, engine, faults, *each)
+        for number, each in enumerate(zip(stores, entries, owned, strict=True))
+    ]
+    return Stage(scene, engine, faults, tuple(replicas))
 
 
 def _runtime(
@@ -126,7 +174,11 @@ def _runtime(
     """The runtime of one rank, over entries and states that are NaN until they are written."""
     definition = ReadingDefinition(model)
     groups = definition.groups()
-    store = make_store(config, groups, make_allocator, watcher=role.watcher)
+    store = make_store(config, groups, make_allocator, watcher=role.watcher(0))
+    others = [
+        make_store(config, groups, make_allocator, watcher=role.watcher(1 + other), device=NO_ENTRIES)
+        for other in range(role.num_others)
+    ]
     for plane in [pool.plane(spec.name) for pool in store.pools for spec in pool.spec.planes]:
         # Entries that were never written are NaN, in every run.
         plane.fill_(torch.nan)
@@ -142,27 +194,34 @@ def _runtime(
         inline_launcher(),
         make_blocks=make_blocks,
         role=role,
+        others=others,
     )
 
 
 def _lead(
-    scene: Scene, config: ResolvedConfig, faults: Faults, logits: list[Tensor], tell: Callable[[str], None]
+    scene: Scene, crew: Sequence[Crewmate], faults: Faults, logits: list[Tensor], tell: Callable[[str], None]
 ) -> Role:
     """The leading rank's role, with the other ranks behind it."""
-    crew = [_follow(scene, config, number) for number in range(1, scene.num_ranks)]
-    collectives = LeadersCollectives(Rank(0, scene.num_ranks), [each.tokens for each in crew], faults)
+    place = Place(Rank(0, scene.num_ranks), scene.num_replicas)
+    everyone = LeadersCollectives(place.rank, [each.tokens for each in crew], faults)
+    outputs = LeadersOutputs(place.replica, [each for each in crew if each.place.within.leads])
     sender = MailSender([each.mailbox for each in crew], faults)
-    return SimulatedLeads(collectives, sender, crew, logits, tell)
+    links = Links(place, everyone, SimulatedCollectives(place.within), outputs)
+    return SimulatedLeads(links, sender, crew, logits, tell)
 
 
-def _follow(scene: Scene, config: ResolvedConfig, number: int) -> Crewmate:
+def _follow(scene: Scene, config: ResolvedConfig, number: int, watch: Callable[[int, Batch], None]) -> Crewmate:
     """Another rank, with faults and a clock of its own, of which nothing is made."""
-    tokens, logits, mailbox = deque[Tensor](), list[Tensor](), Mailbox()
-    role = Follows(FollowersCollectives(Rank(number, scene.num_ranks), tokens))
-    model = _model(scene, Faults(), lambda _: None, logits)
+    tokens, given, logits, mailbox = deque[Tensor](), deque[Tensor](), list[Tensor](), Mailbox()
+    place = Place(Rank(number, scene.num_ranks), scene.num_replicas)
+    everyone, within = FollowersCollectives(place.rank, tokens), SimulatedCollectives(place.within)
+    role = Follows(Links(place, everyone, within, FollowersOutputs(place.replica, given)))
+    # The leading rank's own replica is watched there.
+    watches = place.replica.index > 0 and place.within.leads
+    model = _model(scene, Faults(), partial(watch, place.replica.index) if watches else lambda _: None, logits)
     runtime = _runtime(config, model, role.make_allocator, role)
-    follower = Follower(runtime, mailbox, make_recorder(runtime))
-    return Crewmate(number, follower, mailbox, tokens, logits)
+    follower = Follower(role, runtime, mailbox, make_recorder(runtime))
+    return Crewmate(place, follower, runtime.store, mailbox, tokens, given, logits)
 
 
 def _config(scene: Scene) -> ResolvedConfig:
@@ -203,7 +262,9 @@ def _model(scene: Scene, faults: Faults, watch: Callable[[Batch], None], logits:
     top_k = None if scene.hot_per_choice is None else scene.top_k
     compressed = compressed_spec(scene.page_size, scene.num_pages, top_k) if keeps_states else None
     shown = None if scene.num_ranks == 1 else logits
-    return ReadingModel(faults, watch, compressed=compressed, top_k=scene.top_k, shown=shown)
+    return ReadingModel(
+        faults, watch, compressed=compressed, top_k=scene.top_k, shown=shown, exchanges_rows=scene.pads_replicas
+    )
 
 
 _BACKENDS: Mapping[SpecKind, type[AttentionBackend[Any, Any]]] = {

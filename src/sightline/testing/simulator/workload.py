@@ -49,7 +49,7 @@ def draw_scenario(
     With `guesses`, the same traffic comes to an engine whose tokens are guessed by a drafter that lies at random; with
     `states`, to one whose model has a recurrent group too; with `sparse`, to one with a layer that attends to chosen
     tokens, whose entries are in host memory for most seeds; with `host`, to one that keeps pages in host memory; with
-    `ranks`, to one of several ranks, one of which may be lost, which have no host memory.
+    `ranks`, to one of several ranks, in one replica or several, one of which may be lost, which have no host memory.
     """
     draw = random.Random(seed)
     reading = random.Random(f"reading {seed}")
@@ -63,8 +63,10 @@ def draw_scenario(
         hot = None if host else random.Random(f"hot {seed}").choice([None, 1, 2, 9])
         scene = msgspec.structs.replace(scene, top_k=top_k, hot_per_choice=hot)
     if ranks:
-        count = random.Random(f"ranks {seed}").choice([2, 2, 3, 4])
-        scene = msgspec.structs.replace(scene, num_ranks=count, hot_per_choice=None)
+        choose = random.Random(f"ranks {seed}")
+        count, replicas = choose.choice([(2, 1), (3, 1), (2, 2), (2, 2), (3, 3), (4, 2), (4, 4)])
+        grid = {"num_ranks": count, "num_replicas": replicas, "pads_replicas": replicas > 1 and choose.random() < 0.6}
+        scene = msgspec.structs.replace(scene, **grid, hot_per_choice=None)
     elif host:
         scene = _with_host(scene, seed)
     workload = _Workload(draw, scene, draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
