@@ -10,8 +10,9 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from transformers import PreTrainedModel
 
+from sightline.core.errors import ConfigError
 from support.hybrids import make_hybrid
-from support.led_engines import alone, answers, config_of, led_engine, sampled
+from support.led_engines import PROMPTS, alone, answers, config_of, led_engine, sampled
 from support.tiny_deepseek_v4 import make_v4
 from support.tiny_models import make_model
 from support.tiny_mtp import save_with_modules
@@ -85,6 +86,56 @@ def test_two_ranks_answer_as_one(model: str, feature: str, folders: Callable[[st
         assert answers(engine) == expected, "with prefixes that are cached"
 
 
+TOGETHER = {"enable_expert_parallel": True}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "experts together": TOGETHER,
+    "experts together, in ranks": {"tensor_parallel_size": 2, **TOGETHER},
+    "experts together, overlap and small pages": {"page_size": 4, "async_scheduling": True, **TOGETHER},
+    "experts together, retraction": {"page_size": 4, "cache_tokens": 112, "max_model_len": 80, **TOGETHER},
+    "experts together, n-gram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, **TOGETHER},
+    "replicas, trees": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "num_branches": 2}},
+}
+WITHOUT_EXPERTS = ("dense", "windowed")
+ROUTINE_REPLICAS = {("dense", "replicas"), ("sinks and experts", "experts together")}
+IN_EVERY_MODEL = ("replicas", "experts together, in ranks")
+WITH_EVERY_FEATURE = ("sinks and experts", "latent hybrid")
+
+
+def cells_of_replicas() -> list[ParameterSet]:
+    """Models and features."""
+    return [
+        pytest.param(model, feature, marks=() if (model, feature) in ROUTINE_REPLICAS else pytest.mark.prove)
+        for model in MODELS
+        for feature in REPLICAS
+        if not (feature.endswith("trees") and model in WITH_STATES)
+        if not (feature.startswith("experts") and model in WITHOUT_EXPERTS)
+        if feature in IN_EVERY_MODEL or model in WITH_EVERY_FEATURE
+    ]
+
+
+@pytest.mark.parametrize(("model", "feature"), cells_of_replicas())
+def test_two_replicas_answer_as_one(model: str, feature: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(model)
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, config_of(data_parallel_size=2, **REPLICAS[feature])) as engine:
+        assert answers(engine) == expected
+        assert engine.runtime.definition.exchanges_rows == feature.startswith("experts")
+        assert all(prefixes.num_pages for prefixes in engine.prefixes), "both computed some"
+        assert answers(engine) == expected, "with prefixes that are cached"
+        # One request at a time: the other replica is idle in every step.
+        assert [*answers(engine, PROMPTS[:1]), *answers(engine, PROMPTS[1:2])] == expected[:2]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("model", ["dense", "sinks and experts"])
+def test_three_replicas_answer_as_one(model: str, folders: Callable[[str], Path]) -> None:
+    folder, together = folders(model), model not in WITHOUT_EXPERTS
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, config_of(data_parallel_size=3, enable_expert_parallel=together)) as engine:
+        assert answers(engine) == expected
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("model", ["dense", "sinks and experts", "latent"])
@@ -99,8 +150,16 @@ def test_more_ranks_answer_as_one(model: str, size: int, folders: Callable[[str]
 @pytest.mark.parametrize("model", ["dense", "hybrid", "compressed"])
 def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callable[[str], Path]) -> None:
     folder, params = folders(model), {"n": 3, "seed": 5, "temperature": 1.0}
-    with led_engine(folder, config_of(tensor_parallel_size=2)) as engine:
-        assert sampled(engine, **params) == sampled(alone(folder, config_of()), **params)
+    expected = sampled(alone(folder, config_of()), **params)
+    for ranks in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+        with led_engine(folder, config_of(**ranks)) as engine:
+            assert sampled(engine, **params) == expected
+
+
+def test_networks_that_guess_are_refused_for_replicas(tmp_path: Path) -> None:
+    guessing = _guesses_of_a_model(tmp_path / "model", tmp_path / "other")
+    with pytest.raises(ConfigError, match="data_parallel_size 1 with a drafter that is a network"):
+        alone(tmp_path / "model", config_of(data_parallel_size=2, speculative_config=guessing))
 
 
 def _guesses_of_a_model(folder: Path, other: Path) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from support.serving import ServedProcess, serving
 from support.tiny_served_model import save_tiny_served_model
 
 CLIENTS, TIMEOUT_S, STALL_S = 6, 2.0, 8.0
-FLAGS = ("--tp", "2", "--dist-timeout", str(TIMEOUT_S), "--stall-timeout", str(STALL_S))
+FLAGS = ("--dist-timeout", str(TIMEOUT_S), "--stall-timeout", str(STALL_S))
+GRIDS = {"two ranks": ("--tp", "2"), "two replicas of two ranks": ("--dp", "2", "--tp", "2")}
 ANSWERED = {RequestOutcome.COMPLETED, RequestOutcome.REFUSED, RequestOutcome.FAILED}
 SLACK_S = 6.0
 """For a busy machine, beyond the time after which a rank counts as lost."""
@@ -69,7 +70,10 @@ def survives(server: ServedProcess, moment: int, number: int, kind: signal.Signa
 
 def survives_moments(server: ServedProcess, count: int) -> None:
     server.wait_for("open")
-    kinds = [(number, kind) for kind in (signal.SIGKILL, signal.SIGSTOP) for number in (1, 0)]
+    numbers, ways = reversed(range(len(ranks_of(server)))), (signal.SIGKILL, signal.SIGSTOP)
+    kinds = [(number, ways[place % 2]) for place, number in enumerate(numbers)]
+    # Then the same ranks the other way.
+    kinds += [(number, ways[kind is ways[0]]) for number, kind in kinds]
     num_errors, seconds = 0, list[float]()
     for moment in range(count):
         errors, back = survives(server, moment, *kinds[moment % len(kinds)])
@@ -83,12 +87,14 @@ def survives_moments(server: ServedProcess, count: int) -> None:
 @pytest.mark.prove
 @pytest.mark.timeout(600)
 def test_every_client_is_answered_and_the_ranks_return(tmp_path: Path) -> None:
-    with serving("--model", str(save_tiny_served_model(tmp_path / "model")), *FLAGS) as server:
+    grid = GRIDS["two replicas of two ranks"]
+    with serving("--model", str(save_tiny_served_model(tmp_path / "model")), *grid, *FLAGS) as server:
         survives_moments(server, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_moments(tmp_path: Path) -> None:
-    with serving("--model", str(save_tiny_served_model(tmp_path / "model")), *FLAGS) as server:
+@pytest.mark.parametrize("grid", GRIDS)
+def test_twenty_moments(grid: str, tmp_path: Path) -> None:
+    with serving("--model", str(save_tiny_served_model(tmp_path / "model")), *GRIDS[grid], *FLAGS) as server:
         survives_moments(server, 20)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -15,14 +16,17 @@ from sightline.core.batch import Batch
 from sightline.core.batch_memory import StepShape
 from sightline.core.errors import SightlineError
 from sightline.distributed import orders
+from sightline.distributed.collectives import GroupCollectives
 from sightline.distributed.ranks import Rank
+from sightline.engine import launch
 from sightline.layers.moe import SeparateExperts
 from sightline.layers.summed import SummedEmbedding, SummedMlp
 from sightline.models.parts import Slices, Zeros
-from sightline.runner import following
+from sightline.runner import following, roles
+from sightline.runner.following import Follower
 from sightline.runner.roles import Teller
 from sightline.runner.telling import PartTeller
-from support.led_engines import alone, answers, config_of, led_engine, sampled
+from support.led_engines import PROMPTS, alone, answers, config_of, led_engine, sampled
 from support.tiny_models import make_model
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -109,6 +113,74 @@ def _another_bucket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PartTeller, "part", part)
 
 
+def _an_idle_replica_skips_the_step(patch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in vain."""
+    whole = Follower._run
+
+    def run(self: Follower, order: orders.StepOrder) -> None:
+        if order.parts[self._replica].rows:
+            whole(self, order)
+
+    patch.setattr(Follower, "_run", run)
+
+
+def _replicas_that_agree_on_no_size(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(launch, "agreed_size", lambda works: None)
+
+
+def _tokens_of_another_replica(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(roles, "_tokens_of", lambda steps: torch.cat([each.batch.tokens for each in reversed(steps)]))
+
+
+def _outputs_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    whole = GroupCollectives.gather
+
+    def gather(self: GroupCollectives, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        found = whole(self, part, sizes, dim)
+        return found.roll(sizes[-1], dims=0) if dim == 0 else found
+
+    patch.setattr(GroupCollectives, "gather", gather)
+
+
+def _experts_without_the_last_rows(patch: pytest.MonkeyPatch) -> None:
+    """The experts of one rank drop what the other replica sent."""
+    whole = GroupCollectives.sum_of_part
+
+    def sum_of_part(self: GroupCollectives, parts: Tensor, out: Tensor) -> None:
+        if self.rank.leads:
+            parts[len(out) :] = 0.0
+        whole(self, parts, out)
+
+    patch.setattr(GroupCollectives, "sum_of_part", sum_of_part)
+
+
+def _rows_given_back_to_another_replica(patch: pytest.MonkeyPatch) -> None:
+    whole = GroupCollectives.sum_of_part
+
+    def sum_of_part(self: GroupCollectives, parts: Tensor, out: Tensor) -> None:
+        whole(self, parts.roll(len(out), dims=0), out)
+
+    patch.setattr(GroupCollectives, "sum_of_part", sum_of_part)
+
+
+def _copies_told_to_another_replica(patch: pytest.MonkeyPatch) -> None:
+    whole = Teller.__init__
+
+    def init(self: Teller, orders: Any, replica: int) -> None:
+        whole(self, orders, 0)
+
+    patch.setattr(Teller, "__init__", init)
+
+
+REPLICA_FAULTS: dict[str, tuple[str, Plant]] = {
+    "an idle replica skips the step": ("experts", _an_idle_replica_skips_the_step),
+    "replicas agree on no size": ("experts", _replicas_that_agree_on_no_size),
+    "the tokens of another replica": ("dense", _tokens_of_another_replica),
+    "outputs in another order": ("dense", _outputs_in_another_order),
+    "experts drop the rows of another replica": ("experts", _experts_without_the_last_rows),
+    "rows are given back to another replica": ("experts", _rows_given_back_to_another_replica),
+    "copies are told to another replica": ("dense", _copies_told_to_another_replica),
+}
 FAULTS: dict[str, tuple[str, Plant]] = {
     "a shard is loaded twice": ("dense", _shard_loaded_twice),
     "a bias is added by every rank": ("dense", _bias_added_by_every_rank),
@@ -132,21 +204,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def found(folder: Path, ranks: int) -> list[tuple[int, ...]]:
+RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "dist_timeout": 10.0}
+REPLICAS: dict[str, Any] = {"data_parallel_size": 2, "dist_timeout": 10.0}
+
+
+def found(folder: Path, **ranks: Any) -> list[tuple[int, ...]]:
     """The tokens of requests that share pages, and of continuations that share a prompt."""
-    config = config_of(page_size=4, tensor_parallel_size=ranks, dist_timeout=10.0)
+    config = config_of(page_size=4, **ranks)
     params = {"n": 2, "seed": 3, "temperature": 1.0}
-    if ranks == 1:
+    if not ranks:
         engine = alone(folder, config)
         return [*answers(engine), *sampled(engine, **params)]
-    with led_engine(folder, config) as engine:
-        return [*answers(engine), *sampled(engine, **params)]
+    with led_engine(folder, config, timeout_s=5.0) as engine:
+        return [*answers(engine), *sampled(engine, **params), *answers(engine, PROMPTS[:1])]
 
 
-def is_noticed(folder: Path, expected: Sequence[tuple[int, ...]]) -> bool:
-    """True if two ranks answer something else, or not at all: `answers` asserts that no request fails."""
+def is_noticed(folder: Path, expected: Sequence[tuple[int, ...]], **ranks: Any) -> bool:
+    """True if several ranks answer something else, or not at all: `answers` asserts that no request fails."""
     try:
-        return found(folder, 2) != expected
+        return found(folder, **ranks) != expected
     except (SightlineError, RuntimeError, AssertionError):
         return True
 
@@ -155,7 +231,20 @@ def is_noticed(folder: Path, expected: Sequence[tuple[int, ...]]) -> bool:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     model, plant = FAULTS[fault]
-    expected = found(folders[model], 1)
-    assert found(folders[model], 2) == expected, "without the fault"
+    expected = found(folders[model])
+    expected = [*expected, expected[0]]
+    assert found(folders[model], **RANKS) == expected, "without the fault"
     plant(monkeypatch)
-    assert is_noticed(folders[model], expected), "nobody noticed"
+    assert is_noticed(folders[model], expected, **RANKS), "nobody noticed"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("fault", REPLICA_FAULTS)
+def test_a_fault_of_replicas_is_found(fault: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plant = REPLICA_FAULTS[fault]
+    settings = REPLICAS | {"enable_expert_parallel": model == "experts"}
+    expected = found(folders[model])
+    expected = [*expected, expected[0]]
+    assert found(folders[model], **settings) == expected, "without the fault"
+    plant(monkeypatch)
+    assert is_noticed(folders[model], expected, **settings), "nobody noticed"

@@ -79,14 +79,47 @@ def test_a_rank_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.Mon
     assert not children()
 
 
+def test_replicas_answer_as_one_and_end_with_the_llm(folder: Path) -> None:
+    llm = LLM(str(folder), data_parallel_size=2, tensor_parallel_size=2, **SETTINGS)
+    assert len(children()) == 3
+    expected = texts(LLM(str(folder), **SETTINGS))
+    assert texts(llm) == expected
+    assert all(prefixes.num_pages for prefixes in llm.engine.prefixes), "both replicas computed some"
+    assert llm.engine.metrics().kv_cache_usage_perc == 0.0
+    llm.close()
+    assert not children()
+
+
+def test_a_rank_of_another_replica_that_is_killed_is_named(folder: Path) -> None:
+    llm = LLM(str(folder), data_parallel_size=2, **SETTINGS)
+    [pid] = children()
+    os.kill(pid, signal.SIGKILL)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert all(f"rank 1 (process {pid}) was killed by SIGKILL" in (output.error or "") for output in outputs)
+    llm.close()
+    assert not children()
+
+
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram"}}
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("settings", [{}, {"speculative_config": {"method": "ngram"}}], ids=["plain", "n-gram"])
-def test_a_real_model_among_three_ranks_answers_as_one(settings: dict[str, Any]) -> None:
-    prompts = ["The capital of France is", "Once upon a time, once upon a time,"]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 3, **NGRAM},
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, **NGRAM},
+    ],
+    ids=["three ranks", "three ranks, n-gram", "two replicas", "two replicas of two ranks, n-gram"],
+)
+def test_a_real_model_among_processes_answers_as_one(settings: dict[str, Any]) -> None:
+    prompts = ["The capital of France is", "Once upon a time, once upon a time,", "One, two, three,"]
     params = SamplingParams(max_tokens=24, temperature=0.0)
     found = []
-    for size in (1, 3):
-        llm = LLM(max_model_len=256, cache_tokens=2048, tensor_parallel_size=size, **settings)
+    for given in ({}, settings):
+        llm = LLM(max_model_len=256, cache_tokens=2048, **given)
         found.append([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)])
         llm.close()
     assert found[0] == found[1]

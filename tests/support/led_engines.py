@@ -69,7 +69,7 @@ class QueueReceiver(OrderReceiver):
 
 
 @contextmanager
-def led_engine(folder: Path, config: EngineConfig) -> Iterator[Engine]:
+def led_engine(folder: Path, config: EngineConfig, timeout_s: float = TIMEOUT_S) -> Iterator[Engine]:
     """The engine of the first rank. The others end with it; what they raised is raised here."""
     size, store, device = config.num_ranks, HashStore(), detect_device("cpu")
     queues: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(size - 1)]
@@ -77,7 +77,7 @@ def led_engine(folder: Path, config: EngineConfig) -> Iterator[Engine]:
 
     def follow(index: int) -> None:
         try:
-            role = Follows(connect(Place(Rank(index, size), config.data_parallel_size), store, device, TIMEOUT_S, 2))
+            role = Follows(connect(Place(Rank(index, size), config.data_parallel_size), store, device, timeout_s, 2))
             ledger = Ledger()
             runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, role=role)
             follower = Follower(role, runtime, QueueReceiver(queues[index - 1]), make_recorder(runtime))
@@ -90,7 +90,7 @@ def led_engine(folder: Path, config: EngineConfig) -> Iterator[Engine]:
     for each in threads:
         each.start()
     ledger = Ledger()
-    links = connect(Place(Rank(0, size), config.data_parallel_size), store, device, TIMEOUT_S, 2)
+    links = connect(Place(Rank(0, size), config.data_parallel_size), store, device, timeout_s, 2)
     role = Leads(links, QueueSender(queues))
     engine = build_engine_of(config, open_checkpoint(folder, ledger), ledger, role=role)
     try:
@@ -131,7 +131,7 @@ def alone(folder: Path, config: EngineConfig) -> Engine:
 
 
 def sampled(engine: Engine, **params: Any) -> list[tuple[int, ...]]:
-    names = [engine.submit(prompt, SamplingParams(max_tokens=NUM_NEW, **params)) for prompt in PROMPTS[:2]]
+    names = [engine.submit(prompt, SamplingParams(max_tokens=NUM_NEW, **params)) for prompt in PROMPTS[1:3]]
     while engine.has_work:
         engine.step()
     return [tuple(each.token_ids) for name in names for each in engine.pop_output(name).outputs]

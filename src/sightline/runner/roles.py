@@ -22,7 +22,7 @@ from sightline.cache.store import CacheStore, NetworkCache
 from sightline.cache.told import ToldAllocator
 from sightline.cache.watcher import UNWATCHED, CacheWatcher
 from sightline.core.batch import Batch
-from sightline.core.errors import RankLostError
+from sightline.core.errors import PlanError, RankLostError
 from sightline.core.interruption import uninterrupted
 from sightline.distributed.channels import OrderSender
 from sightline.distributed.collectives import NO_LINKS, Links
@@ -239,10 +239,13 @@ class Led(Companions):
         others = beside or [idle_beside(batch, each, is_padded=self._exchanges_rows) for each in self._others]
         steps = (Beside(batch, batch.memory.shape), *others)
         parts = [teller.part(*each) for teller, each in zip(self._tellers, steps, strict=True)]
-        counts = [len(each.batch.logit_places) for each in steps]
+        counts, sizes = [len(each.batch.logit_places) for each in steps], {each.batch.num_tokens for each in steps}
         # The others cannot be called back from a step, so an interruption waits for its end.
         with uninterrupted():
             try:
+                if self._exchanges_rows and len(sizes) > 1:
+                    # Exchanged rows of different sizes would end every process, without a word of why.
+                    raise PlanError(f"expected steps of one size on all replicas, got {sorted(sizes)} tokens")
                 self._orders.give(StepOrder, parts, first_rows, is_captured)
                 for network, other in zip(self._others, others, strict=True):
                     network.lengths.launch(other.batch, MAIN_LANE)
