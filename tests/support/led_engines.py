@@ -29,6 +29,8 @@ from support.tiny_models import prompts_alike, random_prompts
 
 TIMEOUT_S = 20.0
 PROMPTS = [*random_prompts([3, 41, 18, 9, 30], seed=4), *prompts_alike(24, 3, 5)]
+FORKED = random_prompts([8, 12], seed=9)
+"""Their continuations share whole pages of any size, and copy three tokens if pages have four."""
 NUM_NEW = 20
 
 
@@ -131,7 +133,7 @@ def alone(folder: Path, config: EngineConfig) -> Engine:
 
 
 def sampled(engine: Engine, **params: Any) -> list[tuple[int, ...]]:
-    names = [engine.submit(prompt, SamplingParams(max_tokens=NUM_NEW, **params)) for prompt in PROMPTS[1:3]]
+    names = [engine.submit(prompt, SamplingParams(max_tokens=NUM_NEW, **params)) for prompt in FORKED]
     while engine.has_work:
         engine.step()
     return [tuple(each.token_ids) for name in names for each in engine.pop_output(name).outputs]
