@@ -272,10 +272,29 @@ def test_ranks_have_the_names_of_other_engines(name: str) -> None:
 FROZEN = {"speculative_config": {"method": "frozen_kv_mtp", "model": "a/drafter"}}
 
 
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "data_parallel_size"])
 @pytest.mark.parametrize("given", [{"enable_hisparse": True}, {"host_cache_gib": 1.0}, FROZEN], ids=str)
-def test_what_ranks_do_not_have_is_refused_with_the_reason(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="expected tensor_parallel_size 1 with"):
-        EngineConfig(tensor_parallel_size=2, **given)
+def test_what_ranks_do_not_have_is_refused_with_the_reason(given: dict[str, Any], ranks: str) -> None:
+    asked: dict[str, Any] = {ranks: 2, **given}
+    with pytest.raises(ConfigError, match="expected one process with"):
+        EngineConfig(**asked)
+
+
+@pytest.mark.parametrize("name", ["data_parallel_size", "dp", "dp_size"])
+def test_replicas_have_the_names_of_other_engines(name: str) -> None:
+    given: dict[str, Any] = {name: 2}
+    assert EngineKeywords(**given).data_parallel_size == 2
+    assert parsed("serve", flag(name), "2")["data_parallel_size"] == 2
+
+
+def test_more_processes_than_one_engine_may_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at most 64 processes, got tensor_parallel_size 16 × data_parallel_size 8"):
+        EngineConfig(tensor_parallel_size=16, data_parallel_size=8)
+
+
+def test_steps_of_replicas_are_not_cut_in_two() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size 1 with enable_two_batch_overlap"):
+        EngineConfig(tensor_parallel_size=2, data_parallel_size=2, enable_two_batch_overlap=True)
 
 
 def test_the_share_of_a_card_has_the_names_of_both_big_engines() -> None:

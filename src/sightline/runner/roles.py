@@ -231,6 +231,11 @@ class Led(Companions):
         self._tellers = tuple(map(PartTeller, networks))
         self._exchanges_rows = exchanges_rows
 
+    def _launch_accounts(self, others: Sequence[Beside]) -> None:
+        """Marks the steps of other replicas as running, in the accounts of their caches."""
+        for network, other in zip(self._others, others, strict=True):
+            network.lengths.launch(other.batch, MAIN_LANE)
+
     @contextmanager
     def along(
         self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
@@ -247,8 +252,7 @@ class Led(Companions):
                     # Exchanged rows of different sizes would end every process, without a word of why.
                     raise PlanError(f"expected steps of one size on all replicas, got {sorted(sizes)} tokens")
                 self._orders.give(StepOrder, parts, first_rows, is_captured)
-                for network, other in zip(self._others, others, strict=True):
-                    network.lengths.launch(other.batch, MAIN_LANE)
+                self._launch_accounts(others)
                 for tokens in [each.tokens for each in halves] or [_tokens_of(steps)]:
                     self._links.everyone.broadcast(tokens)
                 yield _as_they_are if len(counts) == 1 else partial(self._links.across.gather, sizes=counts, dim=0)

@@ -30,6 +30,9 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
         f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
+    place = runtime.role.links.place
+    if not place.rank.is_alone:
+        lines.append(f"{place.rank.size} processes: {_replicas(place.num_replicas, place.within.size)}")
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
         group = binding.group
         num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
@@ -71,6 +74,14 @@ def serving_text(selection: GroupSelection) -> str:
         return names[Work.PREFILL]
     works = {name: [work.value for work, other in names.items() if other == name] for name in names.values()}
     return ", ".join(f"{name} ({', '.join(each)})" for name, each in works.items())
+
+
+def _replicas(count: int, size: int) -> str:
+    """What the processes of an engine are."""
+    divided = f"the model is divided among {size}"
+    if count == 1:
+        return divided
+    return f"{count} replicas, with rows and a cache as above each" + (f"; in each, {divided}" if size > 1 else "")
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from sightline.cache.told import ToldCache
 from sightline.core.errors import RankLostError
+from sightline.core.pool_rows import PoolRows
 from sightline.distributed.orders import Order, StepOrder, unpacked
-from sightline.runner import following
+from sightline.engine.launch import StepLauncher
+from sightline.runner import following, roles
 from sightline.runner.roles import Led, Teller
 from sightline.runner.telling import PartTeller
 from sightline.testing.simulator.counts import EventCounts
-from sightline.testing.simulator.ranks import FollowersCollectives
+from sightline.testing.simulator.ranks import FollowersCollectives, LeadersOutputs
 from sightline.testing.simulator.simulation import Violation, simulate
 
 SEEDS, STEPS = range(12), 80
@@ -133,6 +135,56 @@ def _a_lost_rank_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Led, "along", contextmanager(along))
 
 
+def _copies_told_to_the_first_replica(patch: pytest.MonkeyPatch) -> None:
+    whole = Teller.__init__
+
+    def init(self: Teller, orders: Any, replica: int) -> None:
+        del replica
+        whole(self, orders, 0)
+
+    patch.setattr(Teller, "__init__", init)
+
+
+def _outputs_of_replicas_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    whole = LeadersOutputs.gather
+
+    def gather(self: LeadersOutputs, part: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+        return whole(self, part, sizes, dim).flip(dim)
+
+    patch.setattr(LeadersOutputs, "gather", gather)
+
+
+def _padding_that_is_written(patch: pytest.MonkeyPatch) -> None:
+    whole = PoolRows.padded
+
+    def padded(self: PoolRows, rows: int, tokens: int, slot: int) -> PoolRows:
+        del slot
+        return whole(self, rows, tokens, 9)
+
+    patch.setattr(PoolRows, "padded", padded)
+
+
+def _a_row_of_another_replica(patch: pytest.MonkeyPatch) -> None:
+    """Rows are launched where they do not belong."""
+    whole = StepLauncher._assemble
+
+    def assemble(self: StepLauncher[Any], rows: Sequence[Any], unread: Any) -> Any:
+        counts = [row.sequence.replica for row in rows]
+        if len(set(counts)) > 1:
+            rows[0].sequence.replica, rows[-1].sequence.replica = counts[-1], counts[0]
+        try:
+            return whole(self, rows, unread)
+        finally:
+            for row, replica in zip(rows, counts, strict=True):
+                row.sequence.replica = replica
+
+    patch.setattr(StepLauncher, "_assemble", assemble)
+
+
+def _an_account_that_is_not_launched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(roles.Led, "_launch_accounts", lambda self, others: None)
+
+
 FAULTS: dict[str, tuple[Plant, dict[str, bool]]] = {
     "copies are not told": (_no_copies, {}),
     "moves are not told": (_no_moves, {"guesses": True}),
@@ -143,6 +195,11 @@ FAULTS: dict[str, tuple[Plant, dict[str, bool]]] = {
     "a stale order": (_a_stale_order, {}),
     "a context that is too short": (_a_row_with_a_shorter_context, {}),
     "a lost rank is not noticed": (_a_lost_rank_is_not_noticed, {}),
+    "copies are told to the first replica": (_copies_told_to_the_first_replica, {}),
+    "outputs of replicas in another order": (_outputs_of_replicas_in_another_order, {}),
+    "padding is written": (_padding_that_is_written, {}),
+    "a row of another replica": (_a_row_of_another_replica, {}),
+    "an account is not launched": (_an_account_that_is_not_launched, {}),
 }
 
 

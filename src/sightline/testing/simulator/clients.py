@@ -190,8 +190,8 @@ class Clients:
     def _check_turns(self, step: int) -> Iterator[str]:
         """Yields an error if a request started before a more urgent one, or before an earlier one of its caller.
 
-        Callers of equal urgency may start in any order, and so may requests of different replicas. A refused allocation is a reason to wait, and so is a transfer
-        that has not ended.
+        Callers of equal urgency may start in any order, and so may requests of different replicas. A refused allocation
+        is a reason to wait, and so is a transfer that has not ended.
         """
         new = [attempt for attempt in self._attempts if attempt.admitted_at == step]
         now = self._moment()
