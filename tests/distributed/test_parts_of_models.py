@@ -116,3 +116,25 @@ def test_a_time_limit_of_ranks_that_are_not_there_is_in_the_ledger(tmp_path: Pat
     folder, ledger = str(_save(make_model("llama"), tmp_path)), Ledger()
     open_blueprint(EngineConfig(folder, dist_timeout=3.0, cache_tokens=512), ledger)
     assert [each.subject for each in ledger.degradations] == ["dist_timeout"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "told"),
+    [
+        ("gpt_oss", {}, "there is one process, which has all experts"),
+        ("llama", {"data_parallel_size": 2}, "the model has no experts"),
+    ],
+)
+def test_experts_that_cannot_be_joined_are_in_the_ledger(
+    family: str, settings: dict[str, int], told: str, tmp_path: Path
+) -> None:
+    folder, ledger = str(_save(make_model(family), tmp_path)), Ledger()
+    open_blueprint(EngineConfig(folder, enable_expert_parallel=True, cache_tokens=512, **settings), ledger)  # type: ignore[arg-type]
+    assert [(each.subject, each.outcome) for each in ledger.degradations] == [("enable_expert_parallel", told)]
+
+
+def test_ranks_of_one_replica_divide_experts_in_any_case(tmp_path: Path) -> None:
+    folder, ledger = str(_save(make_model("gpt_oss"), tmp_path)), Ledger()
+    open_blueprint(EngineConfig(folder, enable_expert_parallel=True, tensor_parallel_size=2, cache_tokens=512), ledger)
+    assert not ledger.degradations
+    assert "enable_expert_parallel" in [each.subject for each in ledger.notes]
