@@ -11,6 +11,12 @@ from _pytest.mark.structures import ParameterSet
 from transformers import PreTrainedModel
 
 from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+from sightline.distributed.collectives import LONE, Links
+from sightline.distributed.ranks import Place, Rank
+from sightline.models.loading.opening import open_checkpoint
+from sightline.opening import build_engine_of
+from sightline.runner.roles import Role
 from support.hybrids import make_hybrid
 from support.led_engines import PROMPTS, alone, answers, config_of, led_engine, sampled
 from support.tiny_deepseek_v4 import make_v4
@@ -158,8 +164,10 @@ def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callab
 
 def test_networks_that_guess_are_refused_for_replicas(tmp_path: Path) -> None:
     guessing = _guesses_of_a_model(tmp_path / "model", tmp_path / "other")
+    role, config = Role(), config_of(data_parallel_size=2, speculative_config=guessing)
+    role.links = Links(Place(Rank(0, 2), 2), LONE, LONE, LONE)
     with pytest.raises(ConfigError, match="data_parallel_size 1 with a drafter that is a network"):
-        alone(tmp_path / "model", config_of(data_parallel_size=2, speculative_config=guessing))
+        build_engine_of(config, open_checkpoint(tmp_path / "model", Ledger()), Ledger(), role=role)
 
 
 def _guesses_of_a_model(folder: Path, other: Path) -> dict[str, Any]:
