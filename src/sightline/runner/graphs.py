@@ -93,8 +93,8 @@ class Graphs:
         return Beside(batch.pad(*size.padded(shape)), shape)
 
     def bucket_for(self, size: StepSize) -> StaticMemory | None:
-        """The first bucket that a step of this size fits."""
-        if size.longest > MAX_NEW_TOKENS or not size.is_causal:
+        """The first bucket that a step of this size fits; None for a step without rows."""
+        if not size.num_rows or size.longest > MAX_NEW_TOKENS or not size.is_causal:
             return None
         for bucket in self.buckets:
             # A row without new tokens is a row all the same.

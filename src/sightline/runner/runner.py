@@ -60,7 +60,7 @@ class Runner:
     def forward(self, planned: PlannedBatch, states: Tensor | None = None, beside: Sequence[Beside] = ()) -> Tensor:
         """Returns logits [num_logits, vocab_size] fp32, or the states of a model without an output projection.
 
-        `beside` are the steps of other replicas, whose logits follow; without it they are idle.
+        `beside` are the steps of other replicas, whose logits follow; without it they run padding.
 
         `states` [num_tokens, width] are those that the model takes, without padding; None if it takes none.
 
