@@ -26,6 +26,7 @@ from sightline.runner import startup
 from sightline.runner.environment import collect_environment
 from sightline.runner.missing import missing_packages
 from sightline.runner.progress import BuildTimes
+from sightline.runner.roles import ALONE_ROLE
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -124,6 +125,7 @@ def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device,
         times=BuildTimes(),
         memory_taken=MemoryTaken(0, 0, 0, 0),
         tiers=(),
+        role=ALONE_ROLE,
     )
     lines = startup.startup_report(runtime)  # type: ignore[arg-type]
     assert [line.split(" is not installed")[0] for line in lines[2:]] == list(told)
