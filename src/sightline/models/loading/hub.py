@@ -29,6 +29,7 @@ _PATTERNS = """
     chat_template.json chat_template.jinja modules.json sentence_bert_config.json config_sentence_transformers.json
     *_Pooling/config.json *.safetensors *.safetensors.index.json
 """
+CONFIGS = ("config.json", "generation_config.json")
 FETCHED = tuple(_PATTERNS.split())
 LEFT_OUT = ("*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors")
 """Subfolders and Mistral's consolidated files hold the same weights in other formats."""
@@ -79,6 +80,16 @@ def fetch(reference: HubReference) -> Path:
     """
     with _explained(reference), _bars_on_terminals_only():
         return _fetch(reference)
+
+
+def fetch_description(reference: HubReference) -> Path:
+    """Like `fetch`, for callers that read no weights: downloads configs alone, unless the model is a GGUF file."""
+    if reference.file is None:
+        with _explained(reference), _bars_on_terminals_only():
+            folder = _snapshot(reference, CONFIGS)
+        if (folder / CONFIGS[0]).is_file():
+            return folder
+    return fetch(reference)
 
 
 def _fetch(reference: HubReference) -> Path:
