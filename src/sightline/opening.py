@@ -21,7 +21,7 @@ from sightline.distributed.ranks import Rank
 from sightline.engine.engine import Engine
 from sightline.engine.rehearsal import rehearse
 from sightline.engine.text_embedder import TextEmbedder, build_embedder, embedder_config, log_ledger
-from sightline.models.contract import Definition
+from sightline.models.contract import Definition, Model
 from sightline.models.described_weights import with_described_weights
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
@@ -131,6 +131,8 @@ class ModelDescription:
     checkpoint: Checkpoint
     """The part of the first rank."""
     definition: Definition
+    load: Callable[[WeightReader], Model]
+    """Builds the network."""
     usage: AttentionUsage
     draft: DraftSource | None
 
@@ -146,14 +148,14 @@ def describe_model(config: EngineConfig, ledger: Ledger) -> ModelDescription:
         config, _ = embedder_config(config, checkpoint, ledger)
         embedder = define_embedder(checkpoint.config, ledger)
         checkpoint = _with_weights(checkpoint, embedder, embedder.load_states, ledger)
-        return ModelDescription(config, checkpoint, embedder, usage_of(embedder), None)
+        return ModelDescription(config, checkpoint, embedder, embedder.load_states, usage_of(embedder), None)
     definition = define_model(checkpoint.config, ledger)
     checkpoint = _with_weights(checkpoint, definition, definition.load, ledger)
     draft = drafter_needs(config, checkpoint, ledger).source
     # All ranks have as many heads, if heads are divided.
     first = Rank(0, config.tensor_parallel_size)
     part, its_checkpoint = part_of_rank(definition, checkpoint, first, config, ledger)
-    return ModelDescription(config, its_checkpoint, part, AttentionUsage.GENERATE, draft)
+    return ModelDescription(config, its_checkpoint, part, part.load, AttentionUsage.GENERATE, draft)
 
 
 def _with_weights(

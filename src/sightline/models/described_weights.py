@@ -8,38 +8,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.packed_weights import WeightForm
 from sightline.models.contract import Definition
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.weights import WeightReader
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
+ModelT = TypeVar("ModelT")
 DESCRIBED_DTYPE = torch.bfloat16
 
 
-def asked_tensors(described: Checkpoint, load: Callable[[WeightReader], object]) -> dict[str, TensorInfo]:
-    """Returns the tensors that a model asks for while it is loaded. They take no memory."""
-    reader = _ShapeReader(described)
-    load(reader)
-    return reader.asked
+def load_without_memory(
+    described: Checkpoint, load: Callable[[WeightReader], ModelT]
+) -> tuple[ModelT, dict[str, TensorInfo]]:
+    """Returns a model whose weights have shapes and no memory, and the tensors that it asked for."""
+    reader = _ShapeReader(_WithoutTensors(described))
+    return load(reader), reader.asked
 
 
 def with_described_weights(
     checkpoint: ConfigCheckpoint, definition: Definition, load: Callable[[WeightReader], object]
 ) -> ConfigCheckpoint:
     """The checkpoint with the tensors that its config describes; experts are packed if the config says so."""
-    tensors = asked_tensors(checkpoint, load)
+    _, tensors = load_without_memory(checkpoint, load)
     form = WeightForm.PLAIN if checkpoint.packed_as is None else checkpoint.packed_as.expert_form
     for stack in definition.expert_stacks:
         if form in stack.forms:
             for name in stack.names:
                 tensors[name] = replace(tensors[name], packed=form, stored_as=form.name)
     return ConfigCheckpoint(checkpoint.location, MappingProxyType(tensors))
+
+
+class _WithoutTensors(Checkpoint):
+    """A model of which nothing is stored, so that no tensor is left over."""
+
+    def __init__(self, described: Checkpoint) -> None:
+        super().__init__(described.location, described.config, MappingProxyType({}), described.generation)
+
+    def load_tokenizer(self) -> Tokenizer:
+        raise CheckpointError(f"{self.location}: expected no use of a tokenizer, got one")
+
+    def _read(self, name: str) -> Tensor:
+        raise CheckpointError(f"{self.location}: expected no use of the values of {name}, got one")
 
 
 class _ShapeReader(WeightReader):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sightline.core.ledger import Ledger
-from sightline.models.described_weights import DESCRIBED_DTYPE, asked_tensors
+from sightline.models.described_weights import DESCRIBED_DTYPE, load_without_memory
 from sightline.models.feed_forward import TOKEN_EXPERTS
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.registry import define_model
@@ -49,7 +49,7 @@ class RandomCheckpoint(ConfigCheckpoint):
                 "quantization_config", f"has no effect: random weights are {DESCRIBED_DTYPE}", "use a config without it"
             )
         definition = define_model(self.config, Ledger())
-        self.tensors = MappingProxyType(asked_tensors(self, definition.load))
+        self.tensors = MappingProxyType(load_without_memory(self, definition.load)[1])
         self._num_layers = len(definition.attention_specs())
         self._device = device
         self._seed = seed
