@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sightline.attention.capability import lacks_package
 from sightline.attention.contract import StepLimits
 from sightline.attention.groups import LayerGroup
 from sightline.attention.workspace import MAIN_LANE, LeaseEntry, Workspace
@@ -66,17 +67,19 @@ def sketch(description: ModelDescription, blueprint: Blueprint, selections: Sequ
     return Sketch(store, workspace.ledger(), tuple(unknown))
 
 
-def _build(
-    shared: Shared, limits: StepLimits, group: LayerGroup, selection: GroupSelection
-) -> list[tuple[str, str]]:
+def _build(shared: Shared, limits: StepLimits, group: LayerGroup, selection: GroupSelection) -> list[tuple[str, str]]:
     """Builds the backends of a group one by one; returns those that cannot be built here, and why."""
     coordinator = make_coordinator(shared.config, group, shared.store.cache(group.owner), limits)
     refused = []
-    for name in dict.fromkeys(each.candidate.name for each in selection.values()):
-        own = {work: each for work, each in selection.items() if each.candidate.name == name}
+    for name, each in {each.candidate.name: each for each in selection.values()}.items():
+        owner = f"{group.name}.{name}"
+        if lacks_package(each.capability):
+            refused.append((owner, f"{each.capability.package} is not installed here"))
+            continue
+        own = {work: other for work, other in selection.items() if other.candidate.name == name}
         try:
             bind_group(shared, limits, group, own, coordinator)
         except (SightlineError, RuntimeError) as error:
             # A library may insist on its device, or on values of tensors.
-            refused.append((f"{group.name}.{name}", " ".join(str(error).split())[:160]))
+            refused.append((owner, " ".join(str(error).split())[:160]))
     return refused

@@ -7,7 +7,7 @@ which rows each backend serves, and padding, are then those of the device; how i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sightline.attention.backends import registry
@@ -149,7 +149,9 @@ def _check_fits(config: ResolvedConfig, rows: Sequence[RowLength]) -> None:
         ("pages", pages, config.num_pages - PADDING_PAGES),
     ):
         if got > most:
-            raise ConfigError(f"expected at most {most:,} {name}, as the engine has, got {got:,} in --rows; ask for fewer")
+            raise ConfigError(
+                f"expected at most {most:,} {name}, as the engine has, got {got:,} in --rows; ask for fewer"
+            )
 
 
 def _schedule(config: ResolvedConfig, rows: Sequence[RowLength]) -> Iterator[Mapping[int, int]]:
@@ -186,7 +188,7 @@ def _schedule(config: ResolvedConfig, rows: Sequence[RowLength]) -> Iterator[Map
                 holdings={},
             )
         )
-        assert not isinstance(decision, Inquiry) and decision.rows, "rows that have their pages can always run"
+        assert not isinstance(decision, Inquiry), "rows that have their pages need no other facts"
         yield decision.rows
         for index, count in decision.rows.items():
             computed[index] += count
@@ -194,9 +196,7 @@ def _schedule(config: ResolvedConfig, rows: Sequence[RowLength]) -> Iterator[Map
         pending = {index: count for index, count in pending.items() if count}
 
 
-def _plan(
-    blueprint: Blueprint, selections: Sequence[GroupSelection], lengths: Mapping[int, RowLength]
-) -> PlannedStep:
+def _plan(blueprint: Blueprint, selections: Sequence[GroupSelection], lengths: Mapping[int, RowLength]) -> PlannedStep:
     stage = _Stage(blueprint, selections, lengths.values())
     store, work = stage.store, []
     for row in lengths.values():
@@ -234,7 +234,10 @@ class _Stage:
     """A planner with the groups of an engine, on this machine's CPU, and the captured sizes of the engine."""
 
     def __init__(
-        self, blueprint: Blueprint, selections: Sequence[GroupSelection], rows: Iterator[RowLength] | Sequence[RowLength]
+        self,
+        blueprint: Blueprint,
+        selections: Sequence[GroupSelection],
+        rows: Collection[RowLength],
     ) -> None:
         config, device = blueprint.config, detect_device("cpu")
         self._selections = selections

@@ -18,8 +18,8 @@ from sightline.models.loading.unstacked import with_separate_experts
 def open_description(location: str | Path, ledger: Ledger) -> Checkpoint:
     """Like `open_checkpoint`, for callers that read no weights.
 
-    A config.json is enough, in a folder or as a file. Nothing else is fetched of a Hugging Face id, unless the model is a
-    GGUF file.
+    A config.json is enough, in a folder or as a file. Of a Hugging Face id nothing else is fetched, unless the model is
+    a GGUF file.
     """
     path = Path(location).expanduser()
     reference = parse_reference(location) if isinstance(location, str) and not path.exists() else None
