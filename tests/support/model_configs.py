@@ -112,7 +112,7 @@ PUBLIC: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "gpt_oss": _GPT_OSS,
 }
-ODD_HEADS: Mapping[str, Any] = _GPT_OSS | {"head_dim": 104}
+ODD_HEADS: Mapping[str, Any] = {**_GPT_OSS, "head_dim": 104}
 """Sinks and a window, with heads of a size that no library lists."""
 
 

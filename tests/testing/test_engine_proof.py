@@ -326,9 +326,7 @@ def test_a_config_alone_a_gguf_file_and_a_folder_are_the_same_to_attention(
     assert (layers, getattr(spec, "num_q_heads", None)) == (30, 9)
 
 
-def test_a_config_alone_demands_what_the_whole_folder_does(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_config_alone_demands_what_the_whole_folder_does(folders: Callable[[str], Path], tmp_path: Path) -> None:
     ledger, folder = Ledger(), folders("llama")
     alone = open_blueprint(EngineConfig(model=str(folder / "config.json"), **SMALL), ledger)
     whole = open_blueprint(EngineConfig(model=str(folder), **SMALL), Ledger())

@@ -21,7 +21,7 @@ from sightline.cli.options import json_option, parse_target, serving_options
 
 if TYPE_CHECKING:
     from sightline.diagnose.explanation import (
-        ChosenBackend,
+        ExplainedChoice,
         ExplainedGroup,
         ExplainedMemory,
         Explanation,
@@ -124,7 +124,7 @@ def _group(group: ExplainedGroup, *, is_here: bool) -> Iterator[RenderableType]:
     yield _rule(f"{name}: {len(group.layers)} layers of {group.label}")
     told = [f"{key} {value}" for key, value in group.spec.items() if value not in (None, False)]
     lines = [
-        ("layers", _ranges(group.layers)),
+        ("layers", ranges(group.layers)),
         ("computes", f"{group.kind}: {', '.join(told)}"),
         ("needs", ", ".join(group.features) or "no special feature"),
         ("cache", _cache(group)),
@@ -145,7 +145,7 @@ def _cache(group: ExplainedGroup) -> str:
     )
 
 
-def _choice(choice: ChosenBackend, *, is_here: bool) -> RenderableType:
+def _choice(choice: ExplainedChoice, *, is_here: bool) -> RenderableType:
     proven = Text("proven here", style="green") if choice.is_proven else Text("declared", style="yellow")
     title = Text.assemble(
         (f"{', '.join(choice.works)}  ", "dim"), (choice.name, "bold cyan"), f" · row {choice.row} · ", proven
@@ -256,7 +256,7 @@ def _tokens(first: int, count: int) -> str:
     return f"token {first:,}" if count == 1 else f"tokens {first:,} to {first + count - 1:,}"
 
 
-def _ranges(layers: Sequence[int]) -> str:
+def ranges(layers: Sequence[int]) -> str:
     """Numbers as ranges with their step: 0-4 by 2, 5-9."""
     texts, start = [], 0
     while start < len(layers):

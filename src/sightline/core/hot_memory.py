@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sightline.core.config import PADDING_PAGES, EngineConfig
 from sightline.core.device import Device, DeviceKind, available_bytes, detect_device
-from sightline.core.errors import ConfigError, NoRoomError
+from sightline.core.errors import ConfigError, ModelTooLargeError
 from sightline.core.hisparse import HiSparse, read_hisparse
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, gibibytes
@@ -153,7 +153,7 @@ def count_pages(asked_tokens: int | None, page: CachePage, memory: MemoryBudget,
         return asked
     affordable = memory.cache_bytes // page.num_bytes - PADDING_PAGES
     if affordable < 1:
-        raise NoRoomError(
+        raise ModelTooLargeError(
             f"expected memory for at least one cache page of {page.num_bytes:,} bytes beside the weights, "
             f"got {memory.room_bytes:,} bytes left; use a smaller model or dtype, or free memory ({memory})"
         )

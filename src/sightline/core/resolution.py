@@ -26,7 +26,7 @@ from sightline.core.config import (
     Task,
 )
 from sightline.core.device import Device, DeviceKind, available_bytes, detect_device, device_memory, lacks_products
-from sightline.core.errors import ConfigError, NoRoomError
+from sightline.core.errors import ConfigError, ModelTooLargeError
 from sightline.core.hot_memory import NO_PAGES, ChosenFacts, LongestRow, PageShape, size_cache
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
@@ -449,7 +449,7 @@ def _share_memory(
         _output_memory(config, kernels, facts, device, max_rows),
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
-        raise NoRoomError(
+        raise ModelTooLargeError(
             f"expected weights that fit {fraction:g} of the card, got {-memory.room_bytes:,} bytes too many "
             f"({memory}); raise memory_fraction, free memory, or use a smaller model or dtype"
         )

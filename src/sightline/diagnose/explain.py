@@ -22,17 +22,17 @@ from sightline.core.command_line import flag
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.environment import proof_folder
-from sightline.core.errors import ConfigError, NoRoomError
+from sightline.core.errors import ConfigError, ModelTooLargeError
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.diagnose.explanation import (
     NO_REMEDY,
     Capacity,
-    ChosenBackend,
+    ExplainedChoice,
     ExplainedGroup,
     ExplainedMemory,
     Explanation,
-    MemoryPart,
+    PlannedMemory,
     RefusedBackend,
 )
 from sightline.diagnose.leases import Sketch, sketch
@@ -95,7 +95,7 @@ def _decide(description: ModelDescription, device: Device, ledger: Ledger) -> _P
     shortage = ""
     try:
         blueprint = description.draw_up(ledger, device)
-    except NoRoomError as error:
+    except ModelTooLargeError as error:
         shortage = str(error)
         ledger.degrade("memory", f"the engine cannot start: {error}", "see what the message says")
         blueprint = description.draw_up(ledger, replace(device, memory=_AMPLE))
@@ -186,7 +186,7 @@ def _explained(
         label=spec.label,
         kind=spec.kind.value,
         spec={name: _plain(value) for name, value in vars(spec).items()},
-        features=tuple(sorted(each.value for need in needs.values() for each in need.features)),
+        features=tuple(sorted({each.value for need in needs.values() for each in need.features})),
         page_size=config.page_size,
         cache_dtype=dtype_name(group.cache_dtype(config.cache_dtype)),
         policies=tuple(sorted(policies)),
@@ -196,10 +196,10 @@ def _explained(
     )
 
 
-def _joined(choices: Sequence[ChosenBackend]) -> Iterator[ChosenBackend]:
+def _joined(choices: Sequence[ExplainedChoice]) -> Iterator[ExplainedChoice]:
     """Joins neighbouring kinds of rows about which the same is told, but for the name of the kind."""
 
-    def told(choice: ChosenBackend) -> tuple[object, ...]:
+    def told(choice: ExplainedChoice) -> tuple[object, ...]:
         [work] = choice.works
         reasons = [tuple(each.replace(f" at {work}", "") for each in refused.reasons) for refused in choice.refused]
         nameless = [replace(refused, reasons=()) for refused in choice.refused]
@@ -210,10 +210,12 @@ def _joined(choices: Sequence[ChosenBackend]) -> Iterator[ChosenBackend]:
         yield replace(several[0], works=tuple(work for each in several for work in each.works))
 
 
-def _choice(blueprint: Blueprint, selection: Selection, work: Work, need: Requirement, device: Device) -> ChosenBackend:
+def _choice(
+    blueprint: Blueprint, selection: Selection, work: Work, need: Requirement, device: Device
+) -> ExplainedChoice:
     candidate, capability = selection.candidate, selection.capability
     rows = candidate.rows()
-    return ChosenBackend(
+    return ExplainedChoice(
         works=(work.value,),
         name=candidate.name,
         row=row_labels(rows)[rows.index(capability)],
@@ -259,19 +261,19 @@ def _memory(plan: _Plan, device: Device, found: Sketch) -> ExplainedMemory:
     """The memory ledger before anything is taken."""
     config = plan.blueprint.config
     budget, is_card = config.memory, config.device.kind is DeviceKind.CUDA
-    parts = [MemoryPart("weights", budget.weight_bytes)]
+    parts = [PlannedMemory("weights", budget.weight_bytes)]
     if not plan.shortage:
         parts += _cache_parts(config, found)
         leases = sorted(_by_owner(found).items(), key=lambda each: -each[1])
         unknown = "; ".join(f"{what} is not known: {why}" for what, why in found.unknown)
-        parts.append(MemoryPart("workspace", sum(size for _, size in leases), details=tuple(leases), remark=unknown))
+        parts.append(PlannedMemory("workspace", sum(size for _, size in leases), details=tuple(leases), remark=unknown))
         left = budget.scratch_bytes - sum(size for _, size in leases)
-        parts.append(MemoryPart("plan buffers and the rest of scratch", max(0, left), is_limit=True))
+        parts.append(PlannedMemory("plan buffers and the rest of scratch", max(0, left), is_limit=True))
     if is_card and not plan.shortage:
         parts += [
-            MemoryPart("CUDA graphs", budget.graph_bytes, is_limit=True, remark="the logits that they keep"),
-            MemoryPart("logits, drawing, in steps", budget.output_bytes, is_limit=True),
-            MemoryPart("kernels, libraries", budget.kernel_bytes, is_limit=True),
+            PlannedMemory("CUDA graphs", budget.graph_bytes, is_limit=True, remark="the logits that they keep"),
+            PlannedMemory("logits, drawing, in steps", budget.output_bytes, is_limit=True),
+            PlannedMemory("kernels, libraries", budget.kernel_bytes, is_limit=True),
         ]
     memory = budget.start if not plan.shortage else (device.memory or DeviceMemory(0, 0, 0))
     allowed = budget.allowed_bytes if not plan.shortage else 0
@@ -286,7 +288,7 @@ def _by_owner(found: Sketch) -> dict[str, int]:
     return sizes
 
 
-def _cache_parts(config: ResolvedConfig, found: Sketch) -> Iterator[MemoryPart]:
+def _cache_parts(config: ResolvedConfig, found: Sketch) -> Iterator[PlannedMemory]:
     """Yields the pools, and the states of recurrent layers."""
     caches = [cache for network in found.store.networks for cache in network.groups]
     pools = {f"{each.group}.{name}": pool.num_bytes for each in caches for name, pool in each.pools.items()}
@@ -295,7 +297,7 @@ def _cache_parts(config: ResolvedConfig, found: Sketch) -> Iterator[MemoryPart]:
         remark = f"{config.cache_tokens:,} tokens in {config.num_pages:,} pages of {config.page_size}"
         if config.hot_buffer_size:
             remark += "; HiSparse keeps entries that are chosen from in host memory, which is not divided here"
-        yield MemoryPart("cache pools", sum(pools.values()), details=tuple(pools.items()), remark=remark)
+        yield PlannedMemory("cache pools", sum(pools.values()), details=tuple(pools.items()), remark=remark)
     if states:
         remark = f"{config.states_per_row} for each row, {config.max_checkpoints:,} checkpoints"
-        yield MemoryPart("recurrent states", sum(states.values()), details=tuple(states.items()), remark=remark)
+        yield PlannedMemory("recurrent states", sum(states.values()), details=tuple(states.items()), remark=remark)

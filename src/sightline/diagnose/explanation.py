@@ -27,7 +27,7 @@ class RefusedBackend:
 
 
 @dataclass(frozen=True)
-class ChosenBackend:
+class ExplainedChoice:
     """The backend for one or several kinds of rows of a group."""
 
     works: tuple[str, ...]
@@ -66,11 +66,11 @@ class ExplainedGroup:
     borrows_from: str | None
     bytes_per_token: int
     """What a token has in the pools of all its layers."""
-    choices: tuple[ChosenBackend, ...]
+    choices: tuple[ExplainedChoice, ...]
 
 
 @dataclass(frozen=True)
-class MemoryPart:
+class PlannedMemory:
     """One line of the memory ledger."""
 
     name: str
@@ -89,7 +89,7 @@ class ExplainedMemory:
 
     total_bytes: int
     allowed_bytes: int
-    parts: tuple[MemoryPart, ...]
+    parts: tuple[PlannedMemory, ...]
     shortage: str
     """Why the model does not fit; empty if it does."""
 

@@ -71,12 +71,12 @@ def _build(shared: Shared, limits: StepLimits, group: LayerGroup, selection: Gro
     """Builds the backends of a group one by one; returns those that cannot be built here, and why."""
     coordinator = make_coordinator(shared.config, group, shared.store.cache(group.owner), limits)
     refused = []
-    for name, each in {each.candidate.name: each for each in selection.values()}.items():
-        owner = f"{group.name}.{name}"
+    for candidate, each in {id(each.candidate): (each.candidate, each) for each in selection.values()}.values():
+        owner = f"{group.name}.{candidate.name}"
         if lacks_package(each.capability):
             refused.append((owner, f"{each.capability.package} is not installed here"))
             continue
-        own = {work: other for work, other in selection.items() if other.candidate.name == name}
+        own = {work: other for work, other in selection.items() if other.candidate is candidate}
         try:
             bind_group(shared, limits, group, own, coordinator)
         except (SightlineError, RuntimeError) as error:

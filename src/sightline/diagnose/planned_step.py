@@ -306,8 +306,8 @@ def _bind(
     """A binding whose backends are those that plan, one for each chosen one, under the chosen capability rows."""
     coordinator = make_coordinator(shared.config, group, shared.store.cache(group.owner), limits)
     serving = dict[Work, PartBackend]()
-    for name in dict.fromkeys(each.candidate.name for each in chosen.values()):
-        works = [work for work, each in chosen.items() if each.candidate.name == name]
+    for candidate in {id(each.candidate): each.candidate for each in chosen.values()}.values():
+        works = [work for work, each in chosen.items() if each.candidate is candidate]
         planning = planned_by.get(works[0], planned_by[Work.PREFILL])
         # Two chosen backends may have one stand-in, whose leases have one name: each gets a workspace of its own.
         own = replace(shared, workspace=Workspace(shared.config.device.torch_device, _SCRATCH))

@@ -5,7 +5,7 @@ A model is built once on torch's meta device, and what it asks for are its tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.packed_weights import WeightForm
+from sightline.layers.linear import Projection
 from sightline.models.contract import Definition
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.config_only import ConfigCheckpoint
@@ -69,6 +70,18 @@ class _ShapeReader(WeightReader):
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(self._claim(name, shape).shape, dtype=dtype or DESCRIBED_DTYPE, device=self.device)
+
+    def projection(
+        self, sizes: Mapping[str, int], in_features: int, *, bias: bool, dtype: torch.dtype | None = None
+    ) -> Projection:
+        # Joining tensors without memory takes torch longer than all the rest.
+        for name, size in sizes.items():
+            self._claim(f"{name}.weight", (size, in_features))
+            if bias:
+                self._claim(f"{name}.bias", (size,))
+        total, kind = sum(sizes.values()), dtype or DESCRIBED_DTYPE
+        weight = torch.empty((total, in_features), dtype=kind, device=self.device)
+        return self.make_linear(weight, torch.empty(total, dtype=kind, device=self.device) if bias else None)
 
     def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         return self.asked.setdefault(name, TensorInfo(shape, DESCRIBED_DTYPE, "BF16"))
