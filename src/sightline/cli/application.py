@@ -10,6 +10,7 @@ from sightline.cli.bench.engine import bench
 from sightline.cli.chat.command import chat
 from sightline.cli.conformance.rows import conformance
 from sightline.cli.console import print_error
+from sightline.cli.doctor import doctor
 from sightline.cli.embed import embed
 from sightline.cli.explain import explain
 from sightline.cli.generate import generate
@@ -54,6 +55,7 @@ for command in (
     chat,
     collect_env,
     conformance,
+    doctor,
     embed,
     explain,
     generate,

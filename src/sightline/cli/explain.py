@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sightline.cli.console import notes, visible
-from sightline.cli.options import json_option, parse_target, serving_options
+from sightline.cli.options import json_option, parse_target, serving_options, with_model
 
 if TYPE_CHECKING:
     from sightline.diagnose.explanation import (
@@ -56,11 +55,7 @@ def explain(name: str | None, rows: str | None, html: Path | None, as_json: bool
 
     if html is not None and rows is None:
         raise click.UsageError("expected --rows with --html, which draws a planned step, got none; add --rows 0+512")
-    config = EngineConfig(**settings)
-    if name is not None:
-        if config.model not in (None, name):
-            raise click.UsageError(f"expected one model, got {name} and --model {config.model}; leave one out")
-        config = replace(config, model=name)
+    config = with_model(EngineConfig(**settings), name)
     lengths = () if rows is None else parse_rows(rows)
     explanation = explaining.explain(config, find_device(config.device), lengths)
     if html is not None:
