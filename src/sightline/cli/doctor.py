@@ -57,7 +57,7 @@ def _line(found: Diagnosis) -> Table:
     line = Table.grid(padding=(0, 1))
     line.add_column(width=1)
     line.add_column(width=_TOPIC_WIDTH, no_wrap=True)
-    line.add_column(ratio=1)
+    line.add_column(ratio=1, overflow="fold")
     text = Text(visible(found.text), style="" if found.verdict.value != "note" else "dim")
     if found.remedy:
         text.append(f"\n→ {visible(found.remedy)}", style="dim")
