@@ -255,6 +255,13 @@ def _tell_unused_ratio(config: EngineConfig, hisparse: HiSparse, device: Device,
         ledger.note("host_to_device_ratio", "changes nothing beside cache_tokens, which says how large the cache is")
 
 
+def _tell_rounding(asked_tokens: int | None, page_size: int, ledger: Ledger) -> None:
+    """Notes a cache that is larger than asked for, because it has whole pages."""
+    if asked_tokens is not None and asked_tokens % page_size:
+        whole = -(-asked_tokens // page_size) * page_size
+        ledger.note("cache_tokens", f"{asked_tokens} are rounded up to {whole}, in whole pages of {page_size}")
+
+
 def size_cache(
     config: EngineConfig,
     chosen: ChosenFacts,
@@ -266,6 +273,7 @@ def size_cache(
     ledger: Ledger,
 ) -> CacheSizes:
     """Shares out the room for the cache. Raises `ConfigError` for settings that cannot work."""
+    _tell_rounding(config.cache_tokens, shape.num_tokens, ledger)
     hisparse = read_hisparse(config.enable_hisparse, config.hisparse_config)
     pages_per_row = -(-longest.model_len // shape.num_tokens)
     if hisparse is None:
