@@ -25,6 +25,11 @@ FACTS = ModelFacts(4096, 1 << 28, 0, 1 << 15, vocab_size=32_000)
 HYBRID = ModelFacts(4096, 1 << 28, 0, 1 << 15, vocab_size=32_000, state_bytes=1 << 20)
 ENCODER = ModelFacts(4096, 1 << 26, 0, 1 << 12, takes_texts_whole=True)
 
+
+def _is_kept(name: str) -> Callable[[ResolvedConfig, Any], bool]:
+    return lambda run, asked: bool(vars(run)[name] == asked)
+
+
 RUNS: Mapping[str, Callable[[ResolvedConfig, Any], bool]] = {
     "dtype": lambda run, asked: asked == "auto" or run.dtype is DTYPES[asked],
     "quantization": lambda run, asked: run.quantization is Quantization(asked),
@@ -44,7 +49,7 @@ RUNS: Mapping[str, Callable[[ResolvedConfig, Any], bool]] = {
     "speculative_config": lambda run, asked: (asked is None) == (run.speculation is None),
     "layer_kernels": lambda run, asked: asked == "auto" or run.layer_kernels is LayerKernels(asked),
     "max_queued_requests": lambda run, asked: run.max_queued == asked,
-    **{each.name: lambda run, asked, name=each.name: vars(run)[name] == asked for each in fields(KeptSettings)},
+    **{each.name: _is_kept(each.name) for each in fields(KeptSettings)},
 }
 """By setting: whether what runs is what was asked for."""
 ELSEWHERE: Mapping[str, str] = {

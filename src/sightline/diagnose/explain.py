@@ -70,7 +70,7 @@ def explain(config: EngineConfig, device: Device, rows: Sequence[RowLength] = ()
         config = replace(config, device=device.kind.value)
     description = describe_model(config, ledger)
     plan = _decide(description, device, ledger)
-    resolved, groups = plan.blueprint.config, plan.blueprint.groups
+    resolved = plan.blueprint.config
     steps = plan_steps(plan.blueprint, plan.selections, rows) if rows and not plan.shortage else ()
     _note_unknown(device, plan, ledger)
     return Explanation(
@@ -83,7 +83,7 @@ def explain(config: EngineConfig, device: Device, rows: Sequence[RowLength] = ()
         groups=tuple(_explained_groups(plan, device)),
         memory=_memory(plan, device, sketch(description, plan.blueprint, plan.selections)),
         capacity=_capacity(resolved) if not plan.shortage else Capacity(0, 0, resolved.page_size, 0, 0, 0),
-        captured=tuple(_captured(resolved, groups, plan.selections)),
+        captured=tuple(_captured(resolved, plan.selections)),
         steps=steps,
         degradations=ledger.degradations,
         notes=ledger.notes,
@@ -147,11 +147,8 @@ def _capacity(config: ResolvedConfig) -> Capacity:
     )
 
 
-def _captured(
-    config: ResolvedConfig, groups: Sequence[LayerGroup], selections: Sequence[GroupSelection]
-) -> Iterator[str]:
+def _captured(config: ResolvedConfig, selections: Sequence[GroupSelection]) -> Iterator[str]:
     """Yields the steps that would be captured."""
-    del groups
     decoded = [size for size in config.graph_sizes if size <= config.max_rows]
     rows = [{work: each.capability for work, each in selection.items()} for selection in selections]
     yield from map(str, captured_shapes(config.graph_sizes, decoded, rows))
