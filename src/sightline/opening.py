@@ -1,26 +1,39 @@
-"""Opens models: from settings to an engine or an embedder, with the progress of the build on a terminal."""
+"""Opens models: from settings to an engine or an embedder, with the progress of the build on a terminal.
+
+Opens descriptions of models too, from which an engine is planned without its weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from sightline.core.config import EngineConfig
-from sightline.core.device import DeviceKind
+from sightline.core.config import EngineConfig, Task
+from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
+from sightline.distributed.ranks import Place, Rank
 from sightline.engine.engine import Engine
 from sightline.engine.rehearsal import rehearse
-from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
+from sightline.engine.text_embedder import TextEmbedder, build_embedder, embedder_config, log_ledger
+from sightline.models.contract import Definition, Model
+from sightline.models.described_weights import with_described_weights
+from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import build_runtime
+from sightline.models.loading.opening import open_checkpoint, open_description
+from sightline.models.registry import define_embedder, define_model
+from sightline.models.weights import WeightReader
+from sightline.runner.build import Blueprint, build_runtime, draw_up, usage_of
 from sightline.runner.crew import lead
+from sightline.runner.demand import AttentionUsage
+from sightline.runner.parts import part_of_rank
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep, ignore
 from sightline.runner.roles import ALONE_ROLE, Role
 from sightline.speculative.methods import drafter_needs
@@ -107,6 +120,52 @@ def open_embedder(config: EngineConfig, on_step: OnBuildStep = ignore) -> TextEm
 def open_named(config: EngineConfig, ledger: Ledger) -> Checkpoint:
     """Opens the model that a config names, or the default model."""
     return open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model that is opened to be planned for, not to be run: no weight of it is read."""
+
+    config: EngineConfig
+    """With what the model's own files say of texts' lengths."""
+    checkpoint: Checkpoint
+    """The part of the first rank."""
+    definition: Definition
+    load: Callable[[WeightReader], Model]
+    """Builds the network."""
+    usage: AttentionUsage
+    draft: DraftSource | None
+
+    def draw_up(self, ledger: Ledger, device: Device | None = None) -> Blueprint:
+        """Decides what would run, on the config's own device or another one, which need not be here."""
+        return draw_up(self.config, self.checkpoint, self.definition, self.usage, ledger, self.draft, device)
+
+
+def describe_model(config: EngineConfig, ledger: Ledger) -> ModelDescription:
+    """Opens the model that a config names. A config.json alone is enough: the weights are then those it describes."""
+    checkpoint = open_description(default_model_path() if config.model is None else config.model, ledger)
+    if Task(config.task) is Task.EMBED:
+        config, _ = embedder_config(config, checkpoint, ledger)
+        embedder = define_embedder(checkpoint.config, ledger)
+        checkpoint = _with_weights(checkpoint, embedder, embedder.load_states, ledger)
+        return ModelDescription(config, checkpoint, embedder, embedder.load_states, usage_of(embedder), None)
+    definition = define_model(checkpoint.config, ledger)
+    checkpoint = _with_weights(checkpoint, definition, definition.load, ledger)
+    draft = drafter_needs(config, checkpoint, ledger).source
+    # All ranks have as many heads, if heads are divided.
+    first = Place(Rank(0, config.num_ranks), config.data_parallel_size)
+    part, its_checkpoint = part_of_rank(definition, checkpoint, first, config, ledger)
+    return ModelDescription(config, its_checkpoint, part, part.load, AttentionUsage.GENERATE, draft)
+
+
+def _with_weights(
+    checkpoint: Checkpoint, definition: Definition, load: Callable[[WeightReader], object], ledger: Ledger
+) -> Checkpoint:
+    """The checkpoint, with the weights that its config describes if it is nothing else."""
+    if not isinstance(checkpoint, ConfigCheckpoint):
+        return checkpoint
+    ledger.note("weights", f"their sizes are those that {checkpoint.location.name} describes: there is no file of them")
+    return with_described_weights(checkpoint, definition, load)
 
 
 @contextmanager

@@ -15,7 +15,16 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, Requirement, lacks_package, refusals
+from sightline.attention.capability import (
+    ANY,
+    Capability,
+    HostLengths,
+    Ranks,
+    Requirement,
+    hindrances,
+    lacks_package,
+    refusals,
+)
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
 from sightline.attention.kinds import LATENT_ONLY, RECURRENT_ONLY, Feature, SpecKind
 from sightline.attention.selection import Candidate, Selection, select_backend
@@ -490,3 +499,28 @@ def test_a_library_that_is_there_but_broken_is_told_with_what_to_do(monkeypatch:
 def test_a_spec_that_no_kernel_could_mean_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         replace(PLAIN, **changes)
+
+
+def test_each_reason_has_the_remedy_that_removes_it_and_what_the_model_is_has_none() -> None:
+    row = replace(CUDA_ROW, head_dims=frozenset({64}), package="surely_missing", devices=frozenset({DeviceKind.CUDA}))
+    need = replace(NEED, device=SM120, page_size=32, dtype=torch.float16, spec=replace(PLAIN, head_dim=104))
+    assert dict(hindrances(row, need)) == {
+        "package surely_missing is not installed": "install surely_missing",
+        "does not list compute capability (12, 0)": "use a GPU of compute capability 9.0 or 10.0",
+        "computes in torch.bfloat16, torch.float32, not torch.float16": "use the dtype bfloat16, float32",
+        "does not list head dimension 104": "",
+        "does not list page size 32": "use the page size 16",
+    }
+    assert "does not list page size 32" not in dict(hindrances(row, replace(need, page_size=16)))
+
+
+def test_a_feature_that_only_settings_need_has_a_remedy_and_one_of_the_model_has_none() -> None:
+    extra = replace(NEED, extra_features=frozenset({Feature.TREE_MASK}))
+    assert dict(hindrances(ROW, extra)) == {"lacks tree-mask": "leave out the settings that need tree-mask"}
+    assert dict(hindrances(ROW, replace(NEED, spec=replace(PLAIN, sinks=True)))) == {"lacks sinks": ""}
+
+
+def test_a_device_that_is_not_here_has_every_package() -> None:
+    row = replace(ROW, package="surely_missing")
+    assert refusals(row, NEED) == ("package surely_missing is not installed",)
+    assert refusals(row, replace(NEED, device=replace(CPU, is_here=False))) == ()

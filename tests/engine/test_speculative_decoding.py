@@ -16,7 +16,8 @@ from sightline.engine.live import LiveSequence
 from sightline.llm import TokensPrompt
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.sampler import RowSampling
-from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler import scheduler
+from sightline.scheduler.drafted_rows import add_drafts
 from sightline.scheduler.sequence import RowResult, ScheduledRow
 from sightline.speculative.drafts import AdaptiveDrafts
 from support.case_marks import proofs, routine
@@ -236,14 +237,11 @@ def end_passed_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
-    add = Scheduler._add_drafts
+    def wide(rows: list[ScheduledRow], drafts: AdaptiveDrafts, page_size: int, most: tuple[int, int]) -> None:
+        del page_size
+        add_drafts(rows, drafts, 64, most)
 
-    def wide(self: Scheduler, rows: list[ScheduledRow], drafts: AdaptiveDrafts) -> None:
-        size, self._page_size = self._page_size, 64
-        add(self, rows, drafts)
-        self._page_size = size
-
-    patch.setattr(Scheduler, "_add_drafts", wide)
+    patch.setattr(scheduler, "add_drafts", wide)
 
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

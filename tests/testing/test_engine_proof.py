@@ -326,12 +326,14 @@ def test_a_config_alone_a_gguf_file_and_a_folder_are_the_same_to_attention(
     assert (layers, getattr(spec, "num_q_heads", None)) == (30, 9)
 
 
-def test_a_config_alone_says_that_weights_are_not_known_and_demands_no_less(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_config_alone_demands_what_the_whole_folder_does(folders: Callable[[str], Path], tmp_path: Path) -> None:
     ledger, folder = Ledger(), folders("llama")
-    open_blueprint(EngineConfig(model=str(folder / "config.json"), **SMALL), ledger)
-    assert any("their size is not known from config.json alone" in str(entry) for entry in ledger)
+    alone = open_blueprint(EngineConfig(model=str(folder / "config.json"), **SMALL), ledger)
+    whole = open_blueprint(EngineConfig(model=str(folder), **SMALL), Ledger())
+    assert alone.config.memory.weight_bytes == whole.config.memory.weight_bytes > 0
+    assert alone.groups == whole.groups
+    assert any("their sizes are those that config.json describes" in str(note) for note in ledger.notes)
+    assert not any(each.subject == "weights" for each in ledger.degradations)
     other = tmp_path / "other.json"
     other.write_text("[]")
     with pytest.raises(CheckpointError):

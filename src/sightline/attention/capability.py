@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -170,44 +171,79 @@ def lacks_package(capability: Capability) -> bool:
     return capability.package is not None and not _is_installed(capability.package)
 
 
+class Hindrance(NamedTuple):
+    """One reason why a row does not serve a need."""
+
+    reason: str
+    remedy: str
+    """What would remove the reason; empty if nothing would, because the model is so."""
+
+
+def lacks_here(capability: Capability, device: Device) -> bool:
+    """True if the row needs a package that the device's machine has not. One that is not here counts as having all."""
+    return device.is_here and lacks_package(capability)
+
+
+def device_hindrances(capability: Capability, device: Device) -> tuple[Hindrance, ...]:
+    """What keeps the row from running on the device at all."""
+    found = []
+    if lacks_here(capability, device):
+        found.append(Hindrance(f"package {capability.package} is not installed", f"install {capability.package}"))
+    if device.kind not in capability.devices:
+        kinds = _names(capability.devices)
+        found.append(Hindrance(f"runs on {kinds}, not {device.kind.value}", f"use a machine with {kinds}"))
+    elif device.kind is DeviceKind.CUDA and not _serves(capability.compute_capabilities, device.compute_capability):
+        found.append(
+            Hindrance(
+                f"does not list compute capability {device.compute_capability}",
+                f"use a GPU of compute capability {_listed(capability.compute_capabilities)}",
+            )
+        )
+    return tuple(found)
+
+
 def device_refusals(capability: Capability, device: Device) -> tuple[str, ...]:
     """Reasons why the row cannot run on the device at all."""
-    reasons = []
-    if lacks_package(capability):
-        reasons.append(f"package {capability.package} is not installed")
-    if device.kind not in capability.devices:
-        reasons.append(f"runs on {_names(capability.devices)}, not {device.kind.value}")
-    elif device.kind is DeviceKind.CUDA and not _serves(capability.compute_capabilities, device.compute_capability):
-        reasons.append(f"does not list compute capability {device.compute_capability}")
-    return tuple(reasons)
+    return tuple(each.reason for each in device_hindrances(capability, device))
+
+
+def hindrances(capability: Capability, need: Requirement) -> tuple[Hindrance, ...]:
+    """Every reason why the row does not serve the need, with its remedy; empty if it does."""
+    spec, found = need.spec, list(device_hindrances(capability, need.device))
+
+    def add(reason: str, remedy: str = "") -> None:
+        found.append(Hindrance(reason, remedy))
+
+    if spec.kind not in capability.spec_kinds:
+        add(f"serves {_names(capability.spec_kinds)} attention, not {spec.kind.value}")
+    if need.dtype not in capability.dtypes:
+        dtypes = _dtypes(capability.dtypes)
+        add(f"computes in {dtypes}, not {need.dtype}", f"use the dtype {dtypes.replace('torch.', '')}")
+    if not _serves(capability.cache_dtypes, need.cache_dtype):
+        add(f"does not read a {need.cache_dtype} cache", f"use a cache in {_listed(capability.cache_dtypes)}")
+    if not _serves(capability.head_dims, spec.head_dim):
+        add(f"does not list head dimension {spec.head_dim}")
+    if not _serves(capability.expanded_dims, spec.expanded_dims):
+        add(f"does not list keys and values of {spec.expanded_dims} made from latents")
+    if not _serves(capability.group_sizes, spec.group_size):
+        add(f"does not list {spec.group_size} query heads on a key head")
+    if not _serves(capability.page_sizes, need.page_size):
+        add(f"does not list page size {need.page_size}", f"use the page size {_listed(capability.page_sizes)}")
+    missing = need.features - capability.features
+    if missing:
+        is_of_model = bool(missing & spec.features)
+        add(f"lacks {_names(missing)}", "" if is_of_model else f"leave out the settings that need {_names(missing)}")
+    if need.hot_entries and not capability.hot_entries:
+        add("does not read entries in host memory", "leave out enable_hisparse")
+    absent = capability.only_with - spec.features
+    if absent:
+        add(f"serves only layers with {_names(absent)}")
+    return tuple(found)
 
 
 def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
     """Every reason why the row does not serve the need; empty if it does."""
-    reasons = list(device_refusals(capability, need.device))
-    if need.spec.kind not in capability.spec_kinds:
-        reasons.append(f"serves {_names(capability.spec_kinds)} attention, not {need.spec.kind.value}")
-    if need.dtype not in capability.dtypes:
-        reasons.append(f"computes in {_dtypes(capability.dtypes)}, not {need.dtype}")
-    if not _serves(capability.cache_dtypes, need.cache_dtype):
-        reasons.append(f"does not read a {need.cache_dtype} cache")
-    if not _serves(capability.head_dims, need.spec.head_dim):
-        reasons.append(f"does not list head dimension {need.spec.head_dim}")
-    if not _serves(capability.expanded_dims, need.spec.expanded_dims):
-        reasons.append(f"does not list keys and values of {need.spec.expanded_dims} made from latents")
-    if not _serves(capability.group_sizes, need.spec.group_size):
-        reasons.append(f"does not list {need.spec.group_size} query heads on a key head")
-    if not _serves(capability.page_sizes, need.page_size):
-        reasons.append(f"does not list page size {need.page_size}")
-    missing = need.features - capability.features
-    if missing:
-        reasons.append(f"lacks {_names(missing)}")
-    if need.hot_entries and not capability.hot_entries:
-        reasons.append("does not read entries in host memory")
-    absent = capability.only_with - need.spec.features
-    if absent:
-        reasons.append(f"serves only layers with {_names(absent)}")
-    return tuple(reasons)
+    return tuple(each.reason for each in hindrances(capability, need))
 
 
 def _is_installed(package: str) -> bool:
@@ -226,6 +262,16 @@ def _serves(values: Set[object] | Wildcard, value: object) -> bool:
 
 def _names(values: Set[Enum]) -> str:
     return ", ".join(sorted(str(value.value) for value in values))
+
+
+def _listed(values: Set[object] | Wildcard) -> str:
+    """The values that a row lists, for a remedy."""
+    if isinstance(values, Wildcard):
+        return values.value
+    texts = {
+        ".".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") for value in values
+    }
+    return " or ".join(sorted(texts, key=lambda text: (len(text), text)))
 
 
 def _dtypes(values: Set[torch.dtype]) -> str:

@@ -15,7 +15,8 @@ from sightline.attention.capability import (
     Requirement,
     Work,
     device_refusals,
-    lacks_package,
+    hindrances,
+    lacks_here,
     refusals,
 )
 from sightline.attention.contract import AttentionBackend
@@ -75,6 +76,8 @@ class Selection:
     """Every backend that was not chosen."""
     forgone: tuple[Refused, ...]
     """Refused backends that have higher-ranked kernels for such devices and rows, but do not serve the need."""
+    misses: tuple[Miss, ...] = ()
+    """Refused backends that do not serve the need."""
 
 
 Doubt = Callable[[Candidate, Capability, Requirement], tuple[str, ...]]
@@ -111,6 +114,7 @@ def select_backend(
         capability,
         (*(miss.told for miss in misses), *behind, *offer.not_asked),
         tuple(miss.told for miss in misses if miss.is_for_such and miss.rank > highest),
+        tuple(misses),
     )
 
 
@@ -128,6 +132,8 @@ class Miss:
     rank: int
     gain: str
     """If a package is missing, what it would gain and how to install it."""
+    remedies: tuple[str, ...] = ()
+    """What would remove the reasons, all of them together. An empty one says that a reason cannot be removed."""
 
     @property
     def told(self) -> Refused:
@@ -157,7 +163,8 @@ def _miss(candidate: Candidate, row: Capability, need: Requirement, work: Work, 
         (hard, len(reasons), need.dtype not in row.dtypes),
         is_for_such=has_kind and need.device.kind in row.devices,
         rank=row.ranks.of(work),
-        gain=f" (it brings {candidate.brings})" if lacks_package(row) and candidate.brings else "",
+        gain=f" (it brings {candidate.brings})" if lacks_here(row, need.device) and candidate.brings else "",
+        remedies=tuple(dict.fromkeys(each.remedy for each in hindrances(row, need))),
     )
 
 

@@ -10,7 +10,9 @@ from sightline.cli.bench.engine import bench
 from sightline.cli.chat.command import chat
 from sightline.cli.conformance.rows import conformance
 from sightline.cli.console import print_error
+from sightline.cli.doctor import doctor
 from sightline.cli.embed import embed
+from sightline.cli.explain import explain
 from sightline.cli.generate import generate
 from sightline.cli.inspection import capabilities, collect_env, version
 from sightline.cli.serve import serve
@@ -47,7 +49,20 @@ def app() -> None:
     """An LLM inference engine in which attention cannot be silently wrong."""
 
 
-for command in (bench, capabilities, chat, collect_env, conformance, embed, generate, serve, simulate, version):
+for command in (
+    bench,
+    capabilities,
+    chat,
+    collect_env,
+    conformance,
+    doctor,
+    embed,
+    explain,
+    generate,
+    serve,
+    simulate,
+    version,
+):
     app.add_command(command)
 
 

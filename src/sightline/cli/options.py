@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -227,3 +228,12 @@ report_options = collected(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Say nothing on standard error but errors.")
+
+
+def with_model(config: EngineConfig, name: str | None) -> EngineConfig:
+    """The config with the model that a command's argument names. Raises if an option names another one."""
+    if name is None:
+        return config
+    if config.model not in (None, name):
+        raise click.UsageError(f"expected one model, got {name} and --model {config.model}; leave one out")
+    return replace(config, model=name)

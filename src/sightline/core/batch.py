@@ -30,7 +30,7 @@ from typing import Any, NewType
 import torch
 from torch import Tensor
 
-from sightline.core.batch_memory import BatchMemory, StaticMemory, StepSize
+from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError
 from sightline.core.late_tokens import LateTokens
 from sightline.core.lengths import (
@@ -161,12 +161,6 @@ class StepWork:
 
     def __len__(self) -> int:
         return len(self.table_rows)
-
-    @property
-    def size(self) -> StepSize:
-        """Its size without padding."""
-        lens = self.query_lens
-        return StepSize(len(lens), sum(lens), max(lens, default=0), self.masks.count(CAUSAL) == len(lens))
 
     def row(self, index: int) -> RowWork:
         table_row, tokens, mask = self.table_rows[index], self.tokens[index], self.masks[index]

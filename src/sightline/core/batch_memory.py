@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -60,27 +60,6 @@ class StepShape:
     def __str__(self) -> str:
         tokens = f"{self.size} token{'s' if self.size > 1 else ''}"
         return f"{tokens}, one a row" if self.query_bound == 1 else f"{tokens}, up to {self.query_bound} a row"
-
-
-class StepSize(NamedTuple):
-    """What decides how a step is padded, and which bucket it fits."""
-
-    num_rows: int
-    num_tokens: int
-    longest: int
-    """Most new tokens of a row."""
-    is_causal: bool
-    """True if every row has a causal mask."""
-
-    @staticmethod
-    def joined(sizes: Sequence[StepSize]) -> StepSize:
-        """The size that all of some steps fit in."""
-        num_rows, num_tokens, longest, are_causal = zip(*sizes, strict=True)
-        return StepSize(max(num_rows), max(num_tokens), max(longest), all(are_causal))
-
-    def padded(self, shape: StepShape | None) -> tuple[int, int]:
-        """Rows and tokens of the step in a bucket of this shape, or without one."""
-        return (self.num_rows, self.num_tokens) if shape is None else (shape.size, shape.size)
 
 
 class StaticMemory(BatchMemory):

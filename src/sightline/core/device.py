@@ -34,6 +34,10 @@ class Device:
     name: str
     compute_capability: tuple[int, int] | None
     """CUDA's (major, minor); None on a CPU."""
+    memory: DeviceMemory | None = None
+    """What engines are planned with, in place of what the device reports."""
+    is_here: bool = True
+    """False for a device that engines can be planned for and not built on."""
 
 
 WITHOUT_BACKENDS = {
@@ -162,6 +166,8 @@ class DeviceMemory:
 
 def device_memory(device: Device) -> DeviceMemory:
     """Reads the memory of a device, after handing back what torch caches on a card."""
+    if device.memory is not None:
+        return device.memory
     if device.kind is DeviceKind.CUDA:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device.torch_device)

@@ -2,7 +2,8 @@
 
     SightlineError
     ├── ConfigError              a setting, or a combination of settings, cannot work
-    │   └── NoBackendError       no attention backend can serve a layer group; lists every candidate's reasons
+    │   ├── NoBackendError       no attention backend can serve a layer group; lists every candidate's reasons
+    │   └── ModelTooLargeError   the device's memory does not hold the weights, or nothing beside them
     ├── ModelError               what is on disk cannot be run faithfully
     │   ├── CheckpointError      a file is truncated, inconsistent or hostile
     │   └── UnsupportedModelError  an architecture, or a config field that changes the result, is not supported
@@ -38,6 +39,10 @@ class ConfigError(SightlineError):
 
 class NoBackendError(ConfigError):
     """No attention backend can serve a layer group."""
+
+
+class ModelTooLargeError(ConfigError):
+    """The device's memory does not hold the weights, or nothing beside them."""
 
 
 class ModelError(SightlineError):

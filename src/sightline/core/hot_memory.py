@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sightline.core.config import PADDING_PAGES, EngineConfig
 from sightline.core.device import Device, DeviceKind, available_bytes, detect_device
-from sightline.core.errors import ConfigError
+from sightline.core.errors import ConfigError, ModelTooLargeError
 from sightline.core.hisparse import HiSparse, read_hisparse
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, gibibytes
@@ -153,7 +153,7 @@ def count_pages(asked_tokens: int | None, page: CachePage, memory: MemoryBudget,
         return asked
     affordable = memory.cache_bytes // page.num_bytes - PADDING_PAGES
     if affordable < 1:
-        raise ConfigError(
+        raise ModelTooLargeError(
             f"expected memory for at least one cache page of {page.num_bytes:,} bytes beside the weights, "
             f"got {memory.room_bytes:,} bytes left; use a smaller model or dtype, or free memory ({memory})"
         )
@@ -255,6 +255,13 @@ def _tell_unused_ratio(config: EngineConfig, hisparse: HiSparse, device: Device,
         ledger.note("host_to_device_ratio", "changes nothing beside cache_tokens, which says how large the cache is")
 
 
+def _tell_rounding(asked_tokens: int | None, page_size: int, ledger: Ledger) -> None:
+    """Notes a cache that is larger than asked for, because it has whole pages."""
+    if asked_tokens is not None and asked_tokens % page_size:
+        whole = -(-asked_tokens // page_size) * page_size
+        ledger.note("cache_tokens", f"{asked_tokens} are rounded up to {whole}, in whole pages of {page_size}")
+
+
 def size_cache(
     config: EngineConfig,
     chosen: ChosenFacts,
@@ -266,6 +273,7 @@ def size_cache(
     ledger: Ledger,
 ) -> CacheSizes:
     """Shares out the room for the cache. Raises `ConfigError` for settings that cannot work."""
+    _tell_rounding(config.cache_tokens, shape.num_tokens, ledger)
     hisparse = read_hisparse(config.enable_hisparse, config.hisparse_config)
     pages_per_row = -(-longest.model_len // shape.num_tokens)
     if hisparse is None:

@@ -26,7 +26,7 @@ from sightline.core.config import (
     Task,
 )
 from sightline.core.device import Device, DeviceKind, available_bytes, detect_device, device_memory, lacks_products
-from sightline.core.errors import ConfigError
+from sightline.core.errors import ConfigError, ModelTooLargeError
 from sightline.core.hot_memory import NO_PAGES, ChosenFacts, LongestRow, PageShape, size_cache
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
@@ -387,7 +387,7 @@ def _resolve_graph_sizes(
 def _resolve_layer_kernels(config: EngineConfig, device: Device, ledger: Ledger) -> LayerKernels:
     """The device's own kernels, unless torch is asked for or their compiler is not installed."""
     own = LayerKernels.TRITON if device.kind is DeviceKind.CUDA else LayerKernels.NUMBA
-    is_missing = find_spec(own.value) is None
+    is_missing = device.is_here and find_spec(own.value) is None
     if config.layer_kernels != "auto":
         kernels = LayerKernels(config.layer_kernels)
         if kernels not in (own, LayerKernels.TORCH):
@@ -449,7 +449,7 @@ def _share_memory(
         _output_memory(config, kernels, facts, device, max_rows),
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
-        raise ConfigError(
+        raise ModelTooLargeError(
             f"expected weights that fit {fraction:g} of the card, got {-memory.room_bytes:,} bytes too many "
             f"({memory}); raise memory_fraction, free memory, or use a smaller model or dtype"
         )
@@ -465,8 +465,7 @@ def _output_memory(
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, kernels, device, _most_captured(config, device, max_rows), Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
-    # The first process chooses the tokens of all replicas.
-    num_chosen = max_rows * config.data_parallel_size
+    num_chosen = max_rows * config.data_parallel_size  # by the first process, for all replicas
     steps = OUTPUT_COPIES * num_chosen * row_bytes + drawing_bytes(num_chosen, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 

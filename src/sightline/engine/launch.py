@@ -227,8 +227,10 @@ class StepLauncher(Generic[LifeT]):
         match planned:
             case []:
                 return runner.forward_elsewhere(batch, beside, self._runtime.definition.vocab_size)
-            case [whole]:
+            case [whole] if beside:
                 return runner.forward(whole, beside=beside)
+            case [whole]:
+                return runner.forward(whole)
             case [first, second]:
                 return runner.forward_halves(batch, (first, second))
             case _:

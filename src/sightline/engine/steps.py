@@ -78,20 +78,13 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         the model's; for the limits and `drafts`, see `Scheduler`."""
         self.runtime = runtime
         self.ledger = ledger
-        config = runtime.config
+        config, stores = runtime.config, (runtime.store, *runtime.others)
         self._clock = clock
         self.pace = Pace(costs, config.max_step_ms)
-        stores = (runtime.store, *runtime.others)
+        # One for each replica; none if prefixes are not cached.
         self.prefixes = tuple([PrefixCache(store, *runtime.tiers) for store in stores if config.prefix_caching])
-        """The prefix cache of each replica; none if prefixes are not cached."""
-        make = partial(
-            Scheduler,
-            max_step_tokens=config.max_step_tokens,
-            max_scored_tokens=max_scored_tokens,
-            max_whole_tokens=max_whole_tokens,
-            pace=self.pace,
-            drafts=drafts,
-        )
+        limited = partial(Scheduler, max_scored_tokens=max_scored_tokens, max_whole_tokens=max_whole_tokens)
+        make = partial(limited, max_step_tokens=config.max_step_tokens, pace=self.pace, drafts=drafts)
         self._scheduler = schedule_replicas(stores, self.prefixes, make)
         self._drafts = drafts
         self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)

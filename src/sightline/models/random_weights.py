@@ -13,7 +13,7 @@ over the experts:
     experts of each token            in turn
     convolutions                     1 / sqrt(width)
 
-Does not know model families: a model is built once on torch's meta device, and what it asks for are its tensors.
+Does not know model families: the tensors are those that a model asks for when it is built.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ import torch
 from torch import Tensor
 
 from sightline.core.ledger import Ledger
+from sightline.models.described_weights import DESCRIBED_DTYPE, load_without_memory
 from sightline.models.feed_forward import TOKEN_EXPERTS
-from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.registry import define_model
-from sightline.models.weights import WeightReader
 
-_DTYPE = torch.bfloat16
 _INTO_STREAM = re.compile(r"\b(o_proj|o_b_proj|out_proj|down_proj)\b")
 _ZERO = ("bias", "sinks", "A_log", ".base", ".hc_base")
 _ONE = (".layer_scalar", ".D", ".scale", ".hc_scale")
@@ -48,12 +46,10 @@ class RandomCheckpoint(ConfigCheckpoint):
         super().__init__(path)
         if self.packed_as is not None:
             ledger.degrade(
-                "quantization_config", f"has no effect: random weights are {_DTYPE}", "use a config without it"
+                "quantization_config", f"has no effect: random weights are {DESCRIBED_DTYPE}", "use a config without it"
             )
         definition = define_model(self.config, Ledger())
-        shapes = _ShapeReader(self)
-        definition.load(shapes)
-        self.tensors = MappingProxyType(shapes.asked)
+        self.tensors = MappingProxyType(load_without_memory(self, definition.load)[1])
         self._num_layers = len(definition.attention_specs())
         self._device = device
         self._seed = seed
@@ -61,7 +57,7 @@ class RandomCheckpoint(ConfigCheckpoint):
     def _read(self, name: str) -> Tensor:
         if name.endswith(TOKEN_EXPERTS):
             return self._listed(name)
-        made = torch.empty(self.tensors[name].shape, dtype=_DTYPE, device=self._device)
+        made = torch.empty(self.tensors[name].shape, dtype=DESCRIBED_DTYPE, device=self._device)
         if name.endswith(_ZERO):
             return made.zero_()
         if "norm" in name or name.endswith(_ONE):
@@ -82,17 +78,3 @@ class RandomCheckpoint(ConfigCheckpoint):
         # A matrix is stored outputs first, a stack of experts inputs first.
         num_inputs = self.tensors[name].shape[-1 if "conv" in name else 1]
         return 1.0 / math.sqrt(num_inputs * (2 * self._num_layers if _INTO_STREAM.search(name) else 1))
-
-
-class _ShapeReader(WeightReader):
-    """Records which tensors a model asks for, and gives it tensors without memory."""
-
-    def __init__(self, described: Checkpoint) -> None:
-        super().__init__(described, _DTYPE, torch.device("meta"), Ledger(), lambda _done, _total: None)
-        self.asked: dict[str, TensorInfo] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(self._claim(name, shape).shape, dtype=dtype or _DTYPE, device=self.device)
-
-    def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        return self.asked.setdefault(name, TensorInfo(shape, _DTYPE, "BF16"))

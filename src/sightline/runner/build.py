@@ -30,7 +30,7 @@ from sightline.cache.watcher import UNWATCHED, CacheWatcher
 from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels
-from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
+from sightline.core.device import Device, DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
@@ -166,10 +166,14 @@ def draw_up(
     usage: AttentionUsage,
     ledger: Ledger,
     draft: DraftSource | None = None,
+    device: Device | None = None,
 ) -> Blueprint:
-    """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
+    """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built.
+
+    Without `device`, it is the one that the config names. A device that is not here counts as having every package.
+    """
     groups = definition.groups()
-    device = detect_device(config.device)
+    device = detect_device(config.device) if device is None else device
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
     if draft is not None:
@@ -195,6 +199,17 @@ def draw_up(
     return Blueprint(resolved, groups, usage, prove_words(config, model), draft, draft_groups)
 
 
+def choose(
+    blueprint: Blueprint, checkpoint: Checkpoint, definition: Definition, ledger: Ledger
+) -> tuple[tuple[GroupSelection, ...], tuple[tuple[GroupSelection, ...], ...]]:
+    """Chooses among the installed backends, for the model and each network that drafts, and tells what is forgone."""
+    candidates = registry.installed()
+    selections, drafts = blueprint.select(candidates), blueprint.select_for_drafts(candidates)
+    tell_choices(blueprint.config, blueprint.groups, selections, ledger)
+    note_keep(blueprint.config, checkpoint, definition, blueprint.groups, ledger)
+    return selections, drafts
+
+
 def draft_name(number: int) -> str:
     """Returns the beginning of the names of a drafting network's parts."""
     return f"draft{number}."
@@ -211,12 +226,9 @@ def _build(
     role: Role = ALONE_ROLE,
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
-    selections = blueprint.select(registry.installed())
-    draft_selections = blueprint.select_for_drafts(registry.installed())
-    tell_choices(resolved, groups, selections, ledger)
+    selections, draft_selections = choose(blueprint, checkpoint, definition, ledger)
     everything = (*selections, *itertools.chain(*draft_selections))
     import_chosen(everything)
-    note_keep(resolved, checkpoint, definition, groups, ledger)
     times = BuildTimes()
     launcher = make_launcher(resolved, everything, ledger)
     before = allocated_bytes(device)

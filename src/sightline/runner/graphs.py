@@ -11,20 +11,21 @@ Does not know models or what a replay is made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sightline.attention.bindings import GroupBinding
-from sightline.attention.capability import GraphLevel, Work, decode_work
+from sightline.attention.capability import Capability, GraphLevel, Work, decode_work
 from sightline.attention.planner import Planner
 from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.batch import Batch, RowWork, StepWork
-from sightline.core.batch_memory import StaticMemory, StepShape, StepSize
+from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
+from sightline.core.step_size import StepSize
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
 from sightline.runner.recording import Recorder, UnrecordableError
 from sightline.runner.replicas import Beside
@@ -53,7 +54,8 @@ class Graphs:
         self._planner = planner
         self._bindings = tuple(bindings)
         # Decode first, then by size: the first that fits is the best.
-        shapes = [*_decode_shapes(self._decoded, bindings), *_mixed_shapes(sizes, bindings)]
+        rows = [{work: part.capability for work, part in each.serving.items()} for each in bindings]
+        shapes = captured_shapes(sizes, self._decoded, rows)
         self.buckets = _make_buckets(shapes, cache.num_slot_columns, store.device) if shapes else ()
         for bucket in self.buckets:
             planner.reserve(bucket)
@@ -69,7 +71,7 @@ class Graphs:
         that the step before will choose, if it is not launched yet. `size` is one that the replicas agreed on: the
         batch is padded to it.
         """
-        bucket = self.bucket_for(work.size if size is None else size) if self.buckets else None
+        bucket = self.bucket_for(StepSize.of(work) if size is None else size) if self.buckets else None
         if bucket is not None:
             return Batch.inside(work, self._sources, bucket, chosen, awaited)
         batch = Batch(work, self._sources, self._store.device, chosen, awaited)
@@ -86,7 +88,7 @@ class Graphs:
         self, work: StepWork, network: NetworkCache, chosen: Tensor | None = None, size: StepSize | None = None
     ) -> Beside:
         """The step of another replica, padded as its ranks pad it; see `assemble`. `network` is its account of rows."""
-        size = work.size if size is None else size
+        size = StepSize.of(work) if size is None else size
         bucket = self.bucket_for(size)
         shape = None if bucket is None else bucket.shape
         batch = Batch(work, network.sources, self._store.device, chosen)
@@ -180,17 +182,20 @@ def _make_buckets(shapes: Sequence[StepShape], num_slot_columns: int, device: to
     return tuple(StaticMemory(shape, num_slot_columns, device, ring) for shape in shapes)
 
 
-def _decode_shapes(sizes: Sequence[int], bindings: Sequence[GroupBinding]) -> list[StepShape]:
-    """Returns the sizes of decode steps that can be captured with the backends that serve them."""
+def captured_shapes(
+    sizes: Sequence[int], decoded: Sequence[int], rows: Sequence[Mapping[Work, Capability]]
+) -> list[StepShape]:
+    """The steps that can be captured with the backends of every group, decode first, then by size.
+
+    `sizes` are numbers of tokens, `decoded` those that may also be numbers of decode rows, and `rows` the capability
+    rows that serve each group.
+    """
 
     def is_captured(size: int) -> bool:
-        return all(each.serving[decode_work(size)].capability.graph is not GraphLevel.NONE for each in bindings)
+        return all(each[decode_work(size)].graph is not GraphLevel.NONE for each in rows)
 
-    return [StepShape(size, 1) for size in sizes if is_captured(size)]
-
-
-def _mixed_shapes(sizes: Sequence[int], bindings: Sequence[GroupBinding]) -> list[StepShape]:
-    """Steps of a few new tokens a row, where the backends that serve any rows can be captured with any."""
-    if not all(each.serving[Work.PREFILL].capability.graph is GraphLevel.FULL for each in bindings):
-        return []
-    return [StepShape(size, min(size, MAX_NEW_TOKENS)) for size in sizes if size > 1]
+    shapes = [StepShape(size, 1) for size in decoded if is_captured(size)]
+    # Steps of a few new tokens a row, where the backends that serve any rows can be captured with any.
+    if all(each[Work.PREFILL].graph is GraphLevel.FULL for each in rows):
+        shapes += [StepShape(size, min(size, MAX_NEW_TOKENS)) for size in sizes if size > 1]
+    return shapes

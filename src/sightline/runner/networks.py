@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from sightline.attention.contract import BackendContext, EntryCoordinator, StepL
 from sightline.attention.groups import LayerGroup
 from sightline.attention.kinds import Feature
 from sightline.attention.planner import Planner
-from sightline.attention.workspace import MAIN_LANE, SECOND_LANE, Workspace
+from sightline.attention.workspace import MAIN_LANE, SECOND_LANE, Lane, Workspace
 from sightline.cache.store import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
@@ -149,32 +150,16 @@ def assemble_network(
     `companions` run every step of the network too, and `links` are those of its layers.
     """
     config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
-    device, launcher = config.device.torch_device, shared.launcher
-    # A captured step is padded to as many rows as it has tokens.
-    max_rows = max(config.max_rows, *config.graph_sizes, 0)
     # Tokens that see the context alone are not captured.
     sizes = config.graph_sizes if owns_entries(parts.groups) else ()
     max_rollout = parts.max_rollout if _can_roll_out(sizes, parts.selections) else 0
     # Halves of a step that is cut in two have a lane each.
     lanes = (MAIN_LANE, SECOND_LANE) if config.enable_two_batch_overlap and not parts.name else (MAIN_LANE,)
-    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, lanes, max_rollout)
-    caches = [shared.store.cache(group.owner) for group in parts.groups]
+    limits = step_limits(config, lanes, max_rollout)
     coordinators = tuple(
-        make_coordinator(config, group, its, limits) for group, its in zip(parts.groups, caches, strict=True)
+        make_coordinator(config, group, shared.store.cache(group.owner), limits) for group in parts.groups
     )
-    bindings = tuple(
-        GroupBinding(
-            group,
-            its,
-            _serving(
-                selection,
-                BackendContext(
-                    group.name, group.spec, its, workspace, limits, config.dtype, device, launcher, coordinator
-                ),
-            ),
-        )
-        for group, its, selection, coordinator in zip(parts.groups, caches, parts.selections, coordinators, strict=True)
-    )
+    bindings = tuple(map(partial(bind_group, shared, limits), parts.groups, parts.selections, coordinators))
     planner = Planner(
         bindings,
         limits,
@@ -204,6 +189,25 @@ def assemble_network(
     return NetworkRuntime(
         cache, bindings, coordinators, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout
     )
+
+
+def step_limits(config: ResolvedConfig, lanes: tuple[Lane, ...] = (MAIN_LANE,), max_rollout: int = 0) -> StepLimits:
+    """The largest step of a network."""
+    # A captured step is padded to as many rows as it has tokens.
+    max_rows = max(config.max_rows, *config.graph_sizes, 0)
+    return StepLimits(max_rows, config.max_step_tokens, config.max_model_len, lanes, max_rollout)
+
+
+def bind_group(
+    shared: Shared, limits: StepLimits, group: LayerGroup, selection: GroupSelection, coordinator: EntryCoordinator
+) -> GroupBinding:
+    """Builds the chosen backends of a group, which take their leases."""
+    config, cache = shared.config, shared.store.cache(group.owner)
+    device, launcher = config.device.torch_device, shared.launcher
+    context: BackendContext[Any] = BackendContext(
+        group.name, group.spec, cache, shared.workspace, limits, config.dtype, device, launcher, coordinator
+    )
+    return GroupBinding(group, cache, _serving(selection, context))
 
 
 def _can_roll_out(sizes: Sequence[int], selections: Sequence[GroupSelection]) -> bool:

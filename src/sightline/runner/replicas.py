@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from sightline.cache.store import NetworkCache
 from sightline.core.batch import Batch, StepWork
-from sightline.core.batch_memory import StepShape, StepSize
+from sightline.core.batch_memory import StepShape
+from sightline.core.step_size import StepSize
 
 NO_ROWS = StepWork.of(())
 
@@ -27,7 +28,7 @@ class Beside(NamedTuple):
 
 def agreed_size(works: Sequence[StepWork]) -> StepSize:
     """The size that the steps of all replicas are padded to."""
-    return StepSize.joined([work.size for work in works])
+    return StepSize.joined([StepSize.of(work) for work in works])
 
 
 def idle_beside(batch: Batch, network: NetworkCache) -> Beside:

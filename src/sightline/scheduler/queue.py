@@ -84,6 +84,19 @@ class WaitingQueue:
         del self._sequences[arrival]
         return True
 
+    def take_unbegun(self) -> tuple[SequenceState, ...]:
+        """Removes the most urgent request of which nothing was ever computed, and returns its sequences, the first one
+        first. Returns none if there is no such request."""
+        unbegun = (each for each in self._sequences.values() if each.leader is None and not each.was_admitted)
+        first = min(unbegun, key=lambda each: each.rank, default=None)
+        if first is None:
+            return ()
+        others = [each for each in self._sequences.values() if each.leader is first]
+        found = (first, *sorted(others, key=lambda each: each.index))
+        for each in found:
+            self.remove(each)
+        return found
+
     def has_followers(self, leader: SequenceState) -> bool:
         """True if other continuations of a sequence's prompt wait."""
         return leader in self._leaders

@@ -28,11 +28,12 @@ from sightline.cache.store import CacheStore
 from sightline.core.errors import OutOfPages, RequestError
 from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
+from sightline.scheduler.drafted_rows import add_drafts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
-from sightline.scheduler.sequence import DraftRoom, Drafts, RowResult, Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import PrefixReuse, Supply
 from sightline.scheduler.trees import check_path, depths
@@ -149,18 +150,9 @@ class Scheduler:
         return self._store.num_free_rows > 0
 
     def give_up_waiting(self) -> tuple[SequenceState, ...]:
-        """Takes the most urgent request that nothing was computed for out of the queue, and returns its sequences, the
-        first one first. Returns none if there is no such request."""
-        first = min(
-            (each for each in self._waiting if each.leader is None and not each.was_admitted),
-            key=lambda each: each.rank,
-            default=None,
-        )
-        if first is None:
-            return ()
-        found = (first, *sorted((each for each in self._waiting if each.leader is first), key=lambda each: each.index))
+        """Takes a request that waits, see `WaitingQueue.take_unbegun`, for another scheduler to submit."""
+        found = self._waiting.take_unbegun()
         for each in found:
-            self._waiting.remove(each)
             self._shares.leave(each.caller)
         return found
 
@@ -432,31 +424,10 @@ class Scheduler:
             scores = (count > 1 or not completes) and sequence.scores_prompt
             rows.append(ScheduledRow(sequence, sequence.table_row, start, count, completes, scores))
         if self._drafts is not None:
-            self._add_drafts(rows, self._drafts)
+            add_drafts(rows, self._drafts, self._page_size, (self._max_step_tokens, self._max_scored_tokens))
         for row in rows:
             self._supply.keep_states(row, has_followers=self._waiting.has_followers(row.sequence))
         return Schedule(tuple(rows))
-
-    def _add_drafts(self, rows: list[ScheduledRow], drafts: Drafts) -> None:
-        """Adds guesses to rows that generate, as far as they and their logits have room beside everything else.
-
-        They use pages that the rows have, and leave room for one more token. So they take nothing from anybody.
-        """
-        num_spare = min(
-            min(self._max_step_tokens, drafts.max_step_tokens) - sum([row.num_tokens for row in rows]),
-            self._max_scored_tokens - sum([row.num_logits for row in rows]),
-        )
-        rooms: dict[int, DraftRoom] = {}
-        for index, row in enumerate(rows):
-            sequence, seq_len = row.sequence, row.seq_len
-            room = min(sequence.num_pages * self._page_size, sequence.max_len) - seq_len
-            if row.num_tokens == 1 and row.completes and room > 0:
-                rooms[index] = DraftRoom(sequence, room)
-        if num_spare <= 0 or not rooms:
-            return
-        for index, draft in zip(rooms, drafts.propose(tuple(rooms.values()), num_spare), strict=True):
-            tokens, parents = draft
-            rows[index] = replace(rows[index], num_tokens=1 + len(tokens), drafts=tokens, parents=parents)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""

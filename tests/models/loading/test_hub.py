@@ -18,7 +18,7 @@ from sightline.core.errors import CheckpointError, ModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.hub import HubReference, fetch, parse_reference
-from sightline.models.loading.opening import open_checkpoint
+from sightline.models.loading.opening import open_checkpoint, open_description
 from support.gguf_files import tiny_llama, write_llama
 from support.hub_server import COMMIT, GATED, HubServer, serving
 
@@ -280,9 +280,20 @@ def test_a_local_model_does_not_import_the_hub_package(tmp_path: Path) -> None:
     write_llama(tmp_path / "tiny.gguf", tiny_llama())
     code = (
         "import sys; from sightline.core.ledger import Ledger\n"
-        "from sightline.models.loading.opening import open_checkpoint\n"
+        "from sightline.models.loading.opening import open_checkpoint, open_description\n"
         "open_checkpoint(sys.argv[1], Ledger()); print('huggingface_hub' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_description_fetches_the_config_and_no_weights(hub: HubServer) -> None:
+    checkpoint = open_description(FOLDER, Ledger())
+    assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
+    assert not any("safetensors" in path for path in hub.fetched)
+
+
+def test_a_description_of_a_gguf_file_is_its_header(hub: HubServer) -> None:
+    # Its config.json says nothing.
+    assert open_description(ONE_GGUF, Ledger()).config["architectures"] == ["LlamaForCausalLM"]

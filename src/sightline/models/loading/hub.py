@@ -29,6 +29,7 @@ _PATTERNS = """
     chat_template.json chat_template.jinja modules.json sentence_bert_config.json config_sentence_transformers.json
     *_Pooling/config.json *.safetensors *.safetensors.index.json
 """
+CONFIGS = ("config.json", "generation_config.json")
 FETCHED = tuple(_PATTERNS.split())
 LEFT_OUT = ("*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors")
 """Subfolders and Mistral's consolidated files hold the same weights in other formats."""
@@ -81,6 +82,18 @@ def fetch(reference: HubReference) -> Path:
         return _fetch(reference)
 
 
+def fetch_description(reference: HubReference) -> Path:
+    """Like `fetch`, for callers that read no weights: downloads configs alone, unless the model is a GGUF file."""
+    if reference.file is None:
+        with _explained(reference), _bars_on_terminals_only():
+            folder = _snapshot(reference, CONFIGS)
+            names = _weight_files(reference, folder, (".safetensors", GGUF_SUFFIX))
+        is_gguf = bool(names) and all(name.endswith(GGUF_SUFFIX) for name in names)
+        if (folder / CONFIGS[0]).is_file() and not is_gguf:
+            return folder
+    return fetch(reference)
+
+
 def _fetch(reference: HubReference) -> Path:
     if reference.file is not None:
         return _fetch_file(reference, reference.file)
@@ -128,12 +141,14 @@ def _fetch_file(reference: HubReference, name: str) -> Path:
     return folder / name
 
 
-def _weight_files(reference: HubReference, folder: Path) -> list[str]:
-    """The GGUF files and pickles of the repository, or of its cached part if the hub cannot be reached."""
+def _weight_files(
+    reference: HubReference, folder: Path, suffixes: tuple[str, ...] = (GGUF_SUFFIX, *_PICKLES)
+) -> list[str]:
+    """The repository's files with these suffixes, or those of its cached part if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
-    patterns = [f"*{suffix}" for suffix in (GGUF_SUFFIX, *_PICKLES)]
+    patterns = [f"*{suffix}" for suffix in suffixes]
     try:
         listed = snapshot_download(
             reference.repository, revision=reference.revision, allow_patterns=patterns, dry_run=True

@@ -27,19 +27,13 @@ from sightline.attention.dimensions import Dimension, Span
 from sightline.attention.groups import LayerGroup
 from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
 from sightline.attention.selection import Candidate, Selection
-from sightline.core.config import PADDING_PAGES, EngineConfig, Task
+from sightline.core.config import PADDING_PAGES, EngineConfig
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
-from sightline.distributed.ranks import Place, Rank
-from sightline.engine.text_embedder import embedder_config
-from sightline.models.loading.config_only import ConfigCheckpoint
-from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.opening import open_description
-from sightline.models.registry import define_embedder, define_model
-from sightline.runner.build import Blueprint, draw_up, usage_of
-from sightline.runner.demand import AttentionUsage, requirement
-from sightline.runner.parts import part_of_rank
+from sightline.opening import describe_model
+from sightline.runner.build import Blueprint
+from sightline.runner.demand import requirement
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
@@ -159,21 +153,7 @@ class EngineWatch:
 
 def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
     """Returns what serving the config would run, without reading weights."""
-    checkpoint = open_description(default_model_path() if config.model is None else config.model, ledger)
-    if isinstance(checkpoint, ConfigCheckpoint):
-        ledger.degrade(
-            "weights",
-            f"their size is not known from {checkpoint.location.name} alone: the cache is assumed to have all memory",
-            "name the folder of the model",
-        )
-    if Task(config.task) is Task.EMBED:
-        config, _ = embedder_config(config, checkpoint, ledger)
-        embedder = define_embedder(checkpoint.config, ledger)
-        return draw_up(config, checkpoint, embedder, usage_of(embedder), ledger)
-    # All ranks have as many heads, if heads are divided.
-    first = Place(Rank(0, config.num_ranks), config.data_parallel_size)
-    definition, part = part_of_rank(define_model(checkpoint.config, ledger), checkpoint, first, config, ledger)
-    return draw_up(config, part, definition, AttentionUsage.GENERATE, ledger)
+    return describe_model(config, ledger).draw_up(ledger)
 
 
 def prove_engine(

@@ -47,6 +47,11 @@ Block = tuple[int, int]
 """The numbers of outputs and inputs of a block."""
 
 
+def _form_of(block: Block) -> WeightForm:
+    """The form in which experts of this block size are kept."""
+    return WeightForm.FP8_BLOCKS if block == (FP8_BLOCK, FP8_BLOCK) else WeightForm.PLAIN
+
+
 @dataclass(frozen=True)
 class Fp8Tensor(PackedTensor):
     """A matrix stored as codes and a factor per block."""
@@ -63,8 +68,7 @@ class Fp8Tensor(PackedTensor):
                 f"expected {name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
                 f"{self.block[0]} x {self.block[1]}, got {shape} and {scales}. The file is damaged: get it again."
             )
-        packed = WeightForm.FP8_BLOCKS if self.block == (FP8_BLOCK, FP8_BLOCK) else WeightForm.PLAIN
-        return TensorInfo(shape, torch.float32, _CODES, packed=packed)
+        return TensorInfo(shape, torch.float32, _CODES, packed=_form_of(self.block))
 
     def read(self) -> Tensor:
         return decode(*self.read_packed(), self.block)
@@ -92,6 +96,12 @@ class Fp8Blocks(PackedFormat):
         scales |= {name: scale for name, scale in beside.items() if name in owners}
         check_unconverted(METHOD, self.section, sorted(scales))
         return {name: self._pair(name, scales[name], owners) for name in sorted(scales)}
+
+    @property
+    def expert_form(self) -> WeightForm:
+        if self.section.get("expert_dtype") == "fp4":
+            return WeightForm.MXFP4
+        return _form_of(self.block)
 
     def _pair(self, name: str, scale: str, owners: Mapping[str, SafetensorsFile]) -> PackedTensor:
         if owners[name].stored_as(name) == fp4_rows.CODES:

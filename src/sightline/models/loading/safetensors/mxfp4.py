@@ -82,6 +82,10 @@ class Mxfp4(PackedFormat):
         parts = {name: (name + BLOCKS, name + SCALES) for name in sorted(halves[BLOCKS])}
         return {name: Mxfp4Tensor(pair, *(owners[part] for part in pair)) for name, pair in parts.items()}
 
+    @property
+    def expert_form(self) -> WeightForm:
+        return WeightForm.MXFP4
+
 
 def read_section(section: Mapping[str, object]) -> Mxfp4:
     """The format that a config's section describes. Raises if it uses an unsupported setting."""

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors.file import SafetensorsFile
 
@@ -48,6 +49,11 @@ class PackedFormat(ABC):
     @abstractmethod
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         """Finds the packed tensors among the stored ones, by name. Raises if a part is missing."""
+
+    @property
+    @abstractmethod
+    def expert_form(self) -> WeightForm:
+        """The form of experts in a model of this format; `PLAIN` if they are decoded when they are read."""
 
 
 UNCONVERTED = "modules_to_not_convert"
