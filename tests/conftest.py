@@ -21,6 +21,7 @@ import torch
 
 from sightline.attention import capability
 from sightline.core import extensions
+from support.interpreted_triton import language_prepared_once
 from support.lone_oracles import import_oracles_alone
 from support.named_failures import NamedFailures
 
@@ -84,6 +85,12 @@ def _packages_are_looked_for_once() -> Iterator[None]:
         patch.setattr(capability, "find_spec", cache(find_spec))
         patch.setattr(capability, "_is_installed", lambda package: looked(package, vars(capability)["find_spec"]))
         patch.setattr(extensions, "entry_points", lambda *, group: listed(group, tuple(sys.path)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_language_of_kernels_is_prepared_once() -> Iterator[None]:
+    with language_prepared_once():
         yield
 
 

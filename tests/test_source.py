@@ -135,10 +135,10 @@ def test_files_and_functions_stay_readable() -> None:
 
 def test_no_two_public_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, module in modules():
+        for node in ast.walk(module):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+                homes.setdefault(node.name, []).append(path)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 

@@ -36,7 +36,7 @@ from sightline.testing.conformance.checks.pages import large_numbers
 from sightline.testing.conformance.kit import Verdict, try_row
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import Effort
+from sightline.testing.conformance.trial import Check, Effort
 from support.case_marks import seldom
 
 CPU = detect_device("cpu")
@@ -82,6 +82,11 @@ def is_caught(mutant: AnyMutant, subject: Subject) -> bool:
     return bool(try_row(subject, Effort.QUICK, FEW, [check]).failed)
 
 
+def checks_of_parts(effort: Effort) -> list[Check]:
+    """Naive parts are slow: with quick effort, `covering` is left to the built-in backends, which pass it."""
+    return [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
+
+
 def some_with_the_whole_kit() -> list[ParameterSet]:
     """The whole kit takes up to a minute: a few mutants get it in `make prove`, the others where tests may be slow."""
     return [
@@ -93,7 +98,7 @@ def some_with_the_whole_kit() -> list[ParameterSet]:
 
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
-    report = try_row(Subject("parts", make_backend(), EVERYTHING, CPU), effort)
+    report = try_row(Subject("parts", make_backend(), EVERYTHING, CPU), effort, None, checks_of_parts(effort))
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
     assert excused == GRAPHS
@@ -101,7 +106,7 @@ def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
 
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
-    report = try_row(Subject("latent parts", make_latent_backend(), LATENT, CPU), effort)
+    report = try_row(Subject("latent parts", make_latent_backend(), LATENT, CPU), effort, None, checks_of_parts(effort))
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
     assert excused == [
@@ -119,9 +124,7 @@ def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
 
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_the_correct_parts_of_indexers_pass_every_check(effort: Effort) -> None:
-    # Naive parts are slow: built-in backends pass `covering` with quick effort.
-    checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
-    report = try_row(Subject("index parts", make_index_backend(), INDEX, CPU), effort, FEW, checks)
+    report = try_row(Subject("index parts", make_index_backend(), INDEX, CPU), effort, FEW, checks_of_parts(effort))
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
     assert excused == ["host-bounds", "batch-invariance", *GRAPHS]
@@ -130,9 +133,9 @@ def test_the_correct_parts_of_indexers_pass_every_check(effort: Effort) -> None:
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("row", [RECURRENT, CONVOLUTION], ids=["recurrent", "convolution"])
 def test_the_correct_parts_of_layers_with_states_pass_every_check(row: Capability, effort: Effort) -> None:
-    # Naive parts are slow: built-in backends pass `covering` with quick effort.
-    checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
-    report = try_row(Subject("state parts", make_state_backend(declares=row), row, CPU), effort, FEW, checks)
+    report = try_row(
+        Subject("state parts", make_state_backend(declares=row), row, CPU), effort, FEW, checks_of_parts(effort)
+    )
     assert {result.check: result.detail for result in report.failed} == {}
     assert [result.check for result in report.results if result.verdict is Verdict.EXCUSED] == GRAPHS
 
@@ -140,14 +143,13 @@ def test_the_correct_parts_of_layers_with_states_pass_every_check(row: Capabilit
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("row", [COMPRESSED, COMPRESSED_INDEX], ids=["compressed", "compressed index"])
 def test_compressed_attention_in_several_dtypes_passes_every_check(row: Capability, effort: Effort) -> None:
-    checks = [check for check in CHECKS if check.name != "covering" or effort is Effort.FULL]
     backends: dict[SpecKind, type[AttentionBackend[Any, Any]]] = {
         SpecKind.COMPRESSED: TorchCompressedBackend,
         SpecKind.COMPRESSED_INDEX: TorchCompressedIndexBackend,
     }
     [kind] = row.spec_kinds
     subject = Subject("torch", backends[kind], row, CPU)
-    report = try_row(subject, effort, FEW, checks)
+    report = try_row(subject, effort, FEW, checks_of_parts(effort))
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
     assert excused == ["batch-invariance", *GRAPHS]
@@ -178,7 +180,8 @@ def of_8_bits_alone() -> list[Subject]:
     ],
 )
 def test_rows_that_declare_no_cache_but_of_8_bits_are_tried_with_it(subject: Subject) -> None:
-    assert {result.check: result.detail for result in try_row(subject, Effort.QUICK, FEW).failed} == {}
+    report = try_row(subject, Effort.QUICK, FEW, checks_of_parts(Effort.QUICK))
+    assert {result.check: result.detail for result in report.failed} == {}
 
 
 @pytest.mark.parametrize("name", seldom(NARROW_FAULTS, "key-scale-not-read"))

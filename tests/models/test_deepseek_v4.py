@@ -18,13 +18,12 @@ from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import build_runtime
 from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
 from support.case_marks import routine
-from support.changed_runtimes import error_of
+from support.changed_runtimes import compute_with, error_of
 from support.deepseek_v4_changes import FEATURES, MISTAKES, Plant
 from support.deepseek_v4_files import save_original
 from support.features import Change
@@ -108,7 +107,7 @@ def test_fused_kernels_of_layers_give_the_same(saved: Models, monkeypatch: pytes
     """On a CPU, Triton's interpreter runs them."""
     triton_operations = pytest.importorskip("sightline.layers.triton_operations")
     model, folder = saved["deepseek_v4"]
-    monkeypatch.setattr(build, "make_operations", lambda *_: triton_operations.TritonOperations())
+    compute_with(monkeypatch, triton_operations.TritonOperations())
     assert_same_logits(load(folder), model, 2, (14,), 9)
 
 

@@ -18,10 +18,10 @@ from sightline.models.drafting import DraftSource
 from sightline.models.eagle3 import Eagle3Draft
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_eagle3, define_model
-from sightline.runner import build
 from sightline.runner.build import build_runtime
 from sightline.speculative.network_steps import NetworkSteps
 from support.case_marks import proofs
+from support.changed_runtimes import compute_with
 from support.eagle3_heads import CASES, HIDDEN, TARGET_LAYERS, make_weights, reference, save_head
 from support.eagle3_runs import GivenRow, HeadRun, define_head, load_head, make_target
 from support.gguf_files import tiny_llama, write_llama
@@ -60,7 +60,7 @@ def test_a_head_gives_the_same_with_other_kernels(
     operations, case, weights = make(), CASES[name], make_weights(CASES[name])
     save_head(case, head_folder, weights)
     head = load_head(head_folder, target, torch.zeros_like(weights["embed_tokens.weight"]))
-    monkeypatch.setattr(build, "make_operations", lambda *_: operations)
+    compute_with(monkeypatch, operations)
     run = HeadRun(target, head)
     assert run.runtime.operations is operations
     [tokens], [row] = random_prompts([12]), run.open_rows(1)

@@ -27,13 +27,12 @@ from sightline.models.layer_definition import ResidualFactors
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.norms import NormDefinition
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import build_runtime
 from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
 from support.case_marks import of_families, routine, seldom
-from support.changed_runtimes import error_of
+from support.changed_runtimes import compute_with, error_of
 from support.features import (
     Change,
     in_definition,
@@ -111,7 +110,7 @@ def test_fused_kernels_of_layers_give_the_same(hybrids: Models, family: str, mon
     """On a CPU, Triton's interpreter runs them."""
     triton_operations = pytest.importorskip("sightline.layers.triton_operations")
     model, folder = hybrids[family]
-    monkeypatch.setattr(build, "make_operations", lambda *_: triton_operations.TritonOperations())
+    compute_with(monkeypatch, triton_operations.TritonOperations())
     runtime = load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4))
     [sequence] = random_prompts([11])
     [got] = stepped_logits(runtime, [sequence], [9], chunk=4)

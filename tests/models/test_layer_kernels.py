@@ -26,6 +26,7 @@ from sightline.layers.triton_operations import TritonOperations
 from sightline.runner import build, compute
 from sightline.runner.runtime import Runtime
 from support.case_marks import proofs, routine
+from support.changed_runtimes import compute_with
 from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
 from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits
 
@@ -51,7 +52,7 @@ every_family = pytest.mark.parametrize(
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, operations: Operations) -> Runtime:
     """A runtime with operations that its settings would not choose: on a CPU, Triton's are for tests only."""
-    monkeypatch.setattr(build, "make_operations", lambda *_: operations)
+    compute_with(monkeypatch, operations)
     return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4))
 
 
@@ -74,7 +75,7 @@ def test_an_encoder_with_fused_kernels_gives_the_same_vectors(tmp_path: Path, mo
     folder = save_embedder(make_bert(), tmp_path)
     texts = [[CLS, 5, 6, 7, SEP], [CLS, 8, SEP]]
     expected = vectors(open_tiny(folder), texts)
-    monkeypatch.setattr(build, "make_operations", lambda *_: TritonOperations())
+    compute_with(monkeypatch, TritonOperations())
     torch.testing.assert_close(vectors(open_tiny(folder), texts), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -28,13 +28,12 @@ from sightline.layers.recurrent.gated_delta import GatedDelta
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
 from sightline.models.registry import define_model
-from sightline.runner import build
 from sightline.runner.batching import assemble_transient
 from sightline.runner.build import build_embedding_runtime, build_runtime
 from sightline.runner.quantised import model_facts
 from support.attention_cases import CPU
 from support.case_marks import of_families
-from support.changed_runtimes import error_of
+from support.changed_runtimes import compute_with, error_of
 from support.features import (
     Change,
     in_definition,
@@ -203,7 +202,7 @@ def test_fused_kernels_of_layers_give_the_same(hybrids: Models, family: str, mon
     from sightline.layers.triton_operations import TritonOperations
 
     model, folder = hybrids[family]
-    monkeypatch.setattr(build, "make_operations", lambda *_: TritonOperations())
+    compute_with(monkeypatch, TritonOperations())
     assert_equal_to_transformers(model, load_runtime(folder, config()), (5, 1), 4, 2)
 
 

@@ -22,12 +22,12 @@ from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.random_weights import RandomCheckpoint
-from sightline.runner import build
 from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import build_runtime
 from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
 from support.case_marks import routine, seldom
+from support.changed_runtimes import compute_with
 from support.tiny_models import Models, load_runtime, random_prompts, reference_logits, relative_error, stepped_logits
 from support.tiny_sparse import SPARSE, TOP_K, clear_prompts, make_sparse
 
@@ -105,7 +105,7 @@ def test_fused_kernels_of_layers_give_the_same(sparse: Models, family: str, monk
     """On a CPU, Triton's interpreter runs them."""
     triton_operations = pytest.importorskip("sightline.layers.triton_operations")
     model, folder = sparse[family]
-    monkeypatch.setattr(build, "make_operations", lambda *_: triton_operations.TritonOperations())
+    compute_with(monkeypatch, triton_operations.TritonOperations())
     assert_same_logits(load(folder), model, 2, (14,), 9)
 
 

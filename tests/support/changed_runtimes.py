@@ -5,15 +5,18 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.kernels.cpu.program import inline_launcher
+from sightline.layers.operations import Operations
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
+from sightline.runner import build
 from sightline.runner.build import assemble_runtime, make_store, select_backends
 from sightline.runner.runtime import Runtime
 from support.attention_cases import CPU
@@ -48,3 +51,10 @@ def error_of(model: PreTrainedModel, folder: Path, change: Change) -> float:
     [sequence] = random_prompts([48])
     [got] = stepped_logits(changed_runtime(folder, change), [sequence], [20], chunk=64)
     return relative_error(got, reference_logits(model, sequence)[19:])
+
+
+def compute_with(patch: pytest.MonkeyPatch, operations: Operations) -> None:
+    """Lets new runtimes compute with these operations. They run no step to warm up, which has nothing to compile and
+    takes as long in Triton's interpreter as a test's own steps."""
+    patch.setattr(build, "make_operations", lambda *_: operations)
+    patch.setattr(build, "_warm_up", lambda *_: None)

@@ -20,6 +20,7 @@ from sightline.models.loading.gguf.file import GgufFile
 from sightline.text.templates.chat_template import Ending
 from sightline.text.tokenizers.gguf import MAX_TOKEN_CHARACTERS, tokenizer_from_gguf
 from sightline.text.tokenizers.tokenizer import Tokenizer
+from support.gguf_checks import mapped_plainly
 from support.tiny_tokenizers import (
     CHAT_TEMPLATE,
     SPACE,
@@ -43,7 +44,8 @@ def default_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def default_oracle_as_loaded() -> Any:
     path = default_model_path()
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with mapped_plainly():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 @pytest.fixture
