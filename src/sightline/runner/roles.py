@@ -247,6 +247,8 @@ class Led(Companions):
                     # Exchanged rows of different sizes would end every process, without a word of why.
                     raise PlanError(f"expected steps of one size on all replicas, got {sorted(sizes)} tokens")
                 self._orders.give(StepOrder, parts, first_rows, is_captured)
+                for teller in self._tellers:
+                    teller.sent()
                 for network, other in zip(self._others, others, strict=True):
                     network.lengths.launch(other.batch, MAIN_LANE)
                 for tokens in [each.tokens for each in halves] or [_tokens_of(steps)]:
