@@ -9,6 +9,8 @@ import pytest
 from sightline.cache.prefix import PrefixCache
 from sightline.cache.store import CacheStore
 from sightline.core.errors import RequestError
+from sightline.scheduler.costs import LEAST_TOKENS, StepCosts
+from sightline.scheduler.pace import Pace
 from sightline.scheduler.replicas import ReplicaScheduler, schedule_replicas
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
@@ -18,10 +20,10 @@ from support.scheduling import make_sequence, make_store
 class Replicas:
     """Replicas that are driven as the engine drives them."""
 
-    def __init__(self, count: int = 2, **sizes: int) -> None:
+    def __init__(self, count: int = 2, pace: Pace | None = None, **sizes: int) -> None:
         self.stores: list[CacheStore] = [make_store(**sizes) for _ in range(count)]
         prefixes = [PrefixCache(store) for store in self.stores]
-        make = partial(Scheduler, max_step_tokens=64, max_scored_tokens=64)
+        make = partial(Scheduler, max_step_tokens=64, max_scored_tokens=64, pace=pace)
         scheduler = schedule_replicas(self.stores, prefixes, make)
         assert isinstance(scheduler, ReplicaScheduler)
         self.scheduler = scheduler
@@ -130,6 +132,21 @@ def test_a_replica_with_a_free_row_takes_over_what_waits_elsewhere() -> None:
     assert replicas.scheduler._loads[0] > 0
     replicas.finish()
     assert replicas.scheduler._loads == [0, 0]
+
+
+def test_prompts_of_a_replica_are_limited_while_rows_of_another_generate() -> None:
+    """They step together, so the row waits for the prompt."""
+    pace = Pace(StepCosts(0.0, 0.0), 10.0)
+    replicas = Replicas(pace=pace)
+    replicas.submit("row", 2, max_tokens=20)
+    replicas.step()
+    prompt = replicas.submit("prompt", 60)
+    assert prompt.replica == 1
+    assert replicas.step() == {"row": 0, "prompt": 1}
+    assert prompt.num_computed == LEAST_TOKENS
+    replicas.scheduler.remove(replicas.scheduler.running[0])
+    replicas.step()
+    assert prompt.num_computed == 60, "nobody waits"
 
 
 def test_a_request_that_began_stays_where_its_pages_are() -> None:

@@ -26,6 +26,8 @@ class ReplicaScheduler:
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._each = tuple(schedulers)
+        for each in self._each:
+            each.beside = [other for other in self._each if other is not each]
         self._held: dict[SequenceState, int] = {}
         """The tokens that each sequence may come to compute, until it is removed."""
         self._loads = [0] * len(self._each)

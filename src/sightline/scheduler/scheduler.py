@@ -29,7 +29,7 @@ from sightline.core.errors import OutOfPages, RequestError
 from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
 from sightline.scheduler.pace import Pace
-from sightline.scheduler.policy import decide
+from sightline.scheduler.policy import decide, generates
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import DraftRoom, Drafts, RowResult, Schedule, ScheduledRow, SequenceState
@@ -76,6 +76,8 @@ class Scheduler:
         self._leaving: set[SequenceState] = set()
         """Removed sequences that are still in a launched step."""
         self._parked: dict[SequenceState, None] = {}
+        self.beside: Sequence[Scheduler] = ()
+        """Those of other replicas, whose steps take place at the same time."""
         self.num_retractions = 0
         """How often a running sequence had to give its pages back."""
         self.num_queried_tokens = 0
@@ -349,7 +351,7 @@ class Scheduler:
 
     def _state(self) -> SchedulerState:
         """Returns the facts that cost little to find. Lists the queue only if rows are free."""
-        store, running = self._store, self._running
+        store, running, limit = self._store, self._running, self._limit()
         return SchedulerState(
             running=running.views(self._page_size),
             held=dict(running.held),
@@ -363,9 +365,15 @@ class Scheduler:
             waiting=self._lines() if store.num_free_rows and len(self._waiting) else None,
             findings={},
             holdings={},
-            limit=self._limit(),
+            limit=limit,
+            generates_beside=limit is not None and any(each.generates for each in self.beside),
             num_coming=self._supply.num_coming,
         )
+
+    @property
+    def generates(self) -> bool:
+        """True if a row waits for its next token."""
+        return generates(self._running.views(self._page_size))
 
     def _limit(self) -> StepLimit | None:
         return None if self._pace is None else self._pace.limit()
