@@ -134,6 +134,41 @@ def test_a_replica_with_a_free_row_takes_over_what_waits_elsewhere() -> None:
     assert replicas.scheduler._loads == [0, 0]
 
 
+def test_a_replica_with_free_pages_takes_over_what_waits_for_some_elsewhere() -> None:
+    replicas = Replicas(usable_pages=16)
+    long = replicas.submit("long", 57, max_tokens=5)
+    short = replicas.submit("short", 4, max_tokens=2)
+    waiting = [replicas.submit(name, 20, max_tokens=14) for name in ("w", "x")]
+    assert [each.replica for each in (long, short, *waiting)] == [0, 1, 1, 1]
+    late = replicas.submit("late", 9, max_tokens=2)
+    assert late.replica == 0, "all have as much to do"
+    replicas.step()
+    while not short.is_out:
+        replicas.step()
+    assert replicas.stores[0].num_free_rows, "it waits for pages alone"
+    for each in waiting:
+        replicas.scheduler.remove(each)
+    assert replicas.step()["late"] == 1
+
+
+def test_requests_that_began_do_not_hide_others_that_wait() -> None:
+    replicas = Replicas(count=3, max_rows=1)
+    begun, last = replicas.submit("a", 8, max_tokens=9), [replicas.submit(name, 8, max_tokens=60) for name in "bc"]
+    replicas.step()
+    replicas.scheduler.pause(begun)
+    heavy = replicas.submit("heavy", 8, max_tokens=80)
+    replicas.step()
+    replicas.scheduler.pause(heavy)
+    assert [each.replica for each in (begun, heavy, *last)] == [0, 0, 1, 2]
+    replicas.scheduler.resume(begun)
+    replicas.step()
+    replicas.scheduler.resume(heavy)
+    waiting = replicas.submit("waiting", 2, max_tokens=2)
+    assert waiting.replica == 1
+    replicas.scheduler.remove(last[1])
+    assert replicas.step()["waiting"] == 2
+
+
 def test_prompts_of_a_replica_are_limited_while_rows_of_another_generate() -> None:
     """They step together, so the row waits for the prompt."""
     pace = Pace(StepCosts(0.0, 0.0), 10.0)
@@ -153,11 +188,11 @@ def test_a_request_that_began_stays_where_its_pages_are() -> None:
     replicas = Replicas(max_rows=1)
     first = replicas.submit("first", 5, max_tokens=9)
     replicas.step()
-    assert replicas.scheduler._each[0].give_up_waiting() == ()
+    assert replicas.scheduler._each[0].first_untouched() is None
     replicas.scheduler.pause(first)
     replicas.scheduler.resume(first)
     assert replicas.scheduler._each[0].num_waiting == 1
-    assert replicas.scheduler._each[0].give_up_waiting() == ()
+    assert replicas.scheduler._each[0].first_untouched() is None
 
 
 def test_a_request_that_no_replica_can_hold_is_refused_and_leaves_nothing() -> None:

@@ -145,21 +145,25 @@ class Scheduler:
         else:
             self._waiting.add(sequence)
 
-    @property
-    def has_free_row(self) -> bool:
-        """True if one more sequence could run, as far as rows go."""
-        return self._store.num_free_rows > 0
+    def has_room_for(self, sequence: SequenceState) -> bool:
+        """True if a waiting sequence could run without another one giving way: there are a row and pages for it."""
+        if not self._store.num_free_rows:
+            return False
+        reuse = self._supply.find(sequence)
+        # Pages that are shared while others use them cost nothing; those that nobody uses count as free until then.
+        needed = self._store.pages_for(len(sequence.tokens)) - reuse.num_pages + len(self._supply.idle([reuse]))
+        running = self._running.views(self._page_size)
+        unused = sum(each.num_unused for each in running)
+        # Like admission, which leaves a page for each row to grow into.
+        return needed + len(running) <= self._supply.tally().num_pages + unused
 
-    def give_up_waiting(self) -> tuple[SequenceState, ...]:
-        """Takes the most urgent request that nothing was computed for out of the queue, and returns its sequences, the
-        first one first. Returns none if there is no such request."""
-        first = min(
-            (each for each in self._waiting if each.leader is None and not each.was_admitted),
-            key=lambda each: each.rank,
-            default=None,
-        )
-        if first is None:
-            return ()
+    def first_untouched(self) -> SequenceState | None:
+        """The most urgent waiting request that nothing was computed for."""
+        untouched = [each for each in self._waiting if each.leader is None and not each.was_admitted]
+        return min(untouched, key=lambda each: each.rank, default=None)
+
+    def give_up(self, first: SequenceState) -> tuple[SequenceState, ...]:
+        """Takes a waiting request out of the queue, and returns its sequences, the first one first."""
         found = (first, *sorted((each for each in self._waiting if each.leader is first), key=lambda each: each.index))
         for each in found:
             self._waiting.remove(each)
