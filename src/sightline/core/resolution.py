@@ -465,7 +465,9 @@ def _output_memory(
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, kernels, device, _most_captured(config, device, max_rows), Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
-    steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
+    # The first rank has the logits of all replicas, and all have caches of one size.
+    all_rows = max_rows * config.data_parallel_size
+    steps = OUTPUT_COPIES * all_rows * row_bytes + drawing_bytes(all_rows, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 
 
