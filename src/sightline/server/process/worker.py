@@ -59,6 +59,7 @@ def describe(
     if tokenizer is None:
         raise ConfigError("expected a model with its tokenizer, got one without; leave skip_tokenizer_init out")
     runtime, ledger, config, limit = engine.runtime, engine.ledger, engine.runtime.config, engine.pace.max_step_ms
+    place = runtime.role.links.place
     shown = asdict(config) | {
         "device": config.device.name,
         "dtype": str(config.dtype).removeprefix("torch."),
@@ -66,6 +67,8 @@ def describe(
         "quantization": config.quantization.value,
         "layer_kernels": config.layer_kernels.value,
         "cache_tokens": config.cache_tokens,
+        "tensor_parallel_size": place.within.size,
+        "data_parallel_size": place.num_replicas,
         "memory": str(config.memory),
         "graph_sizes": ",".join(map(str, config.graph_sizes)),
         "max_step_ms": limit or 0.0,
@@ -81,7 +84,7 @@ def describe(
         vocab_size=runtime.definition.vocab_size,
         vector_size=vector_size,
         max_model_len=config.max_model_len,
-        max_rows=config.max_rows,
+        max_rows=config.max_rows * place.num_replicas,
         max_queued=config.max_queued,
         config=shown,
         lines=(*startup_report(runtime, ledger.notes), *told),
