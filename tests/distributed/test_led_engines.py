@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,29 @@ def test_pages_of_a_step_that_was_never_sent_are_told_with_the_next_one(
         monkeypatch.setattr(PartTeller, "part", part)
         assert answers(engine) == expected
         assert engine.metrics().steps_cut
+
+
+@pytest.mark.parametrize("error", [ValueError("not sampled"), KeyboardInterrupt()])
+def test_a_step_whose_outputs_are_not_read_is_taken_back_on_every_replica(
+    error: BaseException, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("dense")
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, config_of(data_parallel_size=2)) as engine:
+        whole, calls, step = engine._launcher._consume, itertools.count(1), engine.step
+
+        def consume(*given: Any) -> Any:
+            if next(calls) % 3 == 0:
+                raise error
+            return whole(*given)
+
+        def repeated() -> None:
+            with suppress(KeyboardInterrupt):
+                step()
+
+        monkeypatch.setattr(engine._launcher, "_consume", consume)
+        monkeypatch.setattr(engine, "step", repeated)
+        assert answers(engine) == expected
 
 
 def test_idle_replicas_run_the_steps_by_which_an_engine_gets_ready(

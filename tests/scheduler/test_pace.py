@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given

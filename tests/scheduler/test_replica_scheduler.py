@@ -9,6 +9,7 @@ import pytest
 from sightline.cache.prefix import PrefixCache
 from sightline.cache.store import CacheStore
 from sightline.core.errors import RequestError
+from sightline.engine.observing import share_in_use
 from sightline.scheduler.costs import LEAST_TOKENS, StepCosts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.replicas import ReplicaScheduler, schedule_replicas
@@ -22,9 +23,9 @@ class Replicas:
 
     def __init__(self, count: int = 2, pace: Pace | None = None, **sizes: int) -> None:
         self.stores: list[CacheStore] = [make_store(**sizes) for _ in range(count)]
-        prefixes = [PrefixCache(store) for store in self.stores]
+        self.prefixes = [PrefixCache(store) for store in self.stores]
         make = partial(Scheduler, max_step_tokens=64, max_scored_tokens=64, pace=pace)
-        scheduler = schedule_replicas(self.stores, prefixes, make)
+        scheduler = schedule_replicas(self.stores, self.prefixes, make)
         assert isinstance(scheduler, ReplicaScheduler)
         self.scheduler = scheduler
 
@@ -167,6 +168,53 @@ def test_requests_that_began_do_not_hide_others_that_wait() -> None:
     assert waiting.replica == 1
     replicas.scheduler.remove(last[1])
     assert replicas.step()["waiting"] == 2
+
+
+def test_a_replica_takes_over_all_continuations_of_a_prompt() -> None:
+    replicas = Replicas(max_rows=1)
+    replicas.submit("long", 5, max_tokens=60)
+    short = replicas.submit("short", 20, max_tokens=58)
+    leader = make_sequence("n", 8, 4)
+    followers = [SequenceState(leader.request, index, leader) for index in (1, 2)]
+    for each in (leader, *followers):
+        replicas.scheduler.submit(each)
+    assert {each.replica for each in (leader, *followers)} == {0}
+    replicas.step()
+    replicas.scheduler.remove(short)
+    assert replicas.step()["n"] == 1
+    assert {each.replica for each in (leader, *followers)} == {1}
+    assert replicas.scheduler._loads == [64, 33]
+    replicas.finish()
+    assert all(len(each.tokens) == 12 for each in (leader, *followers))
+
+
+def test_counts_are_of_all_replicas() -> None:
+    replicas = Replicas()
+    for _ in range(2):
+        both = [replicas.submit(name, 21) for name in "ab"]
+        assert sorted(each.replica for each in both) == [0, 1]
+        replicas.finish()
+    each = [scheduler.prefix_metrics()["prefix_cache_hits"] for scheduler in replicas.scheduler._each]
+    assert each == [20, 20]
+    assert replicas.scheduler.prefix_metrics()["prefix_cache_hits"] == 40
+    assert replicas.scheduler.prefix_metrics()["prefix_cache_queries"] == 84
+    replicas.scheduler.reset_counts()
+    assert not any(replicas.scheduler.prefix_metrics().values())
+    assert share_in_use(replicas.stores, replicas.prefixes) == 0.0
+    second = [replicas.submit(name, 21, max_tokens=8) for name in "cd"][1]
+    replicas.step()
+    replicas.scheduler.remove(replicas.scheduler.running[0])
+    assert replicas.scheduler.has_work
+    assert share_in_use(replicas.stores, replicas.prefixes) == pytest.approx(second.num_pages / 128)
+
+
+def test_dropping_all_leaves_no_work() -> None:
+    replicas = Replicas()
+    for name in "ab":
+        replicas.submit(name, 9)
+    replicas.scheduler.drop_all()
+    assert replicas.scheduler._loads == [0, 0]
+    assert not replicas.scheduler.has_work
 
 
 def test_prompts_of_a_replica_are_limited_while_rows_of_another_generate() -> None:
