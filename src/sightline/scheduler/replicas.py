@@ -2,8 +2,8 @@
 
 A request goes to the replica that has the least to compute for it: what the replica holds already, and the part of the
 prompt that is not in its cache. Its continuations stay together, because they share the prompt's pages. While it waits
-for a row or for pages, another replica that has them may take it over. Requests of one replica have their turns; those of two have
-none.
+for a row or for pages, another replica that has them may take it over. Requests of one replica have their turns; those
+of two have none.
 
 Knows how much work each replica has. How a replica schedules its own is `Scheduler`'s.
 """
