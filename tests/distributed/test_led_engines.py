@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from sightline.attention.planner import PlannedBatch
-from sightline.core.batch import CAUSAL, Batch
+from sightline.core.batch import Batch
 from sightline.core.batch_memory import StepShape
 from sightline.core.errors import ConfigError
 from sightline.distributed.orders import PartOrder
-from sightline.layers.scratch import Activations
-from sightline.runner.progress import ignore
-from sightline.runner.runner import Runner
 from sightline.runner.telling import PartTeller
-from sightline.runner.warm_up import WarmUp, few_kinds, paged_kinds
 from support.hybrids import make_hybrid
 from support.led_engines import PROMPTS, alone, answers, config_of, led_engine, sampled
 from support.tiny_deepseek_v4 import make_v4
@@ -212,25 +206,6 @@ def test_a_step_whose_outputs_are_not_read_is_taken_back_on_every_replica(
         monkeypatch.setattr(engine._launcher, "_consume", consume)
         monkeypatch.setattr(engine, "step", repeated)
         assert answers(engine) == expected
-
-
-def test_idle_replicas_run_the_steps_by_which_an_engine_gets_ready(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they would not compile or capture then would be missing when their first rows come."""
-    steps, whole = list[tuple[int, ...]](), Runner._run
-
-    def run(self: Runner, current: PlannedBatch, memory: Activations) -> Tensor:
-        steps.append((self._links.place.replica.index, current.batch.num_rows, current.batch.num_tokens))
-        return whole(self, current, memory)
-
-    with led_engine(folders("dense"), config_of(data_parallel_size=2)) as engine:
-        monkeypatch.setattr(Runner, "_run", run)
-        runtime = engine.runtime
-        kinds = few_kinds(paged_kinds(runtime.config))
-        WarmUp(runtime.config, runtime.store, runtime.network, CAUSAL).run(kinds, ignore)
-    assert len(kinds) > 1
-    assert [size for replica, *size in steps if replica] == [size for replica, *size in steps if not replica]
 
 
 def test_networks_that_guess_are_refused_for_replicas(tmp_path: Path) -> None:

@@ -114,7 +114,6 @@ def test_what_replicas_have_together_is_told(folder: Path) -> None:
         opened = worker.describe("m", engine, engine.tokenizer, None)
     assert opened.max_rows == 6
     assert (opened.config["max_rows"], opened.config["data_parallel_size"]) == (3, 2)
-    assert "2 replicas, each with 3 rows and a cache of that size" in opened.lines
 
 
 def test_a_model_without_a_tokenizer_is_not_served(folder: Path) -> None:

@@ -30,7 +30,9 @@ def agreed_size(works: Sequence[StepWork]) -> StepSize:
     return StepSize.joined([work.size for work in works])
 
 
-def idle_beside(batch: Batch, network: NetworkCache) -> Beside:
-    """The step of a replica without rows beside a batch, whose size it has."""
+def idle_beside(batch: Batch, network: NetworkCache, *, is_padded: bool) -> Beside:
+    """The step of a replica without rows beside a batch, whose size it has if it `is_padded`."""
     idle = Batch(NO_ROWS, network.sources, batch.device)
+    if not is_padded:
+        return Beside(idle, None)
     return Beside(idle.pad(batch.num_rows, batch.num_tokens), batch.memory.shape)

@@ -45,8 +45,7 @@ class Companions:
         """Runs a step together with them, or its halves if it is cut in two. Yields what joins its outputs with those
         of other replicas.
 
-        `beside` has the step of each other replica; without it they have no rows, and run it all the same: what a step
-        compiles or captures is compiled and captured by all. The step must be launched already.
+        `beside` has the step of each other replica; without it they are idle. The step must be launched already.
         """
         del batch, beside, halves, is_captured
         yield _as_they_are
@@ -237,7 +236,7 @@ class Led(Companions):
         self, batch: Batch, beside: Sequence[Beside] = (), *, halves: Sequence[Batch] = (), is_captured: bool = False
     ) -> Iterator[Join]:
         first_rows = halves[0].num_rows if halves else 0
-        others = beside or [idle_beside(batch, each) for each in self._others]
+        others = beside or [idle_beside(batch, each, is_padded=self._exchanges_rows) for each in self._others]
         steps = (Beside(batch, batch.memory.shape), *others)
         parts = [teller.part(*each) for teller, each in zip(self._tellers, steps, strict=True)]
         counts, sizes = [len(each.batch.logit_places) for each in steps], {each.batch.num_tokens for each in steps}

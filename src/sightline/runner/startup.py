@@ -30,8 +30,6 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
         f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
-    if runtime.others:
-        lines.append(f"{1 + len(runtime.others)} replicas, each with {config.max_rows:,} rows and a cache of that size")
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
         group = binding.group
         num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
