@@ -465,9 +465,8 @@ def _output_memory(
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, kernels, device, _most_captured(config, device, max_rows), Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
-    # The first rank has the logits of all replicas, and all have caches of one size.
-    all_rows = max_rows * config.data_parallel_size
-    steps = OUTPUT_COPIES * all_rows * row_bytes + drawing_bytes(all_rows, facts.vocab_size)
+    num_chosen = max_rows * config.data_parallel_size  # by the first process, for all replicas
+    steps = OUTPUT_COPIES * num_chosen * row_bytes + drawing_bytes(num_chosen, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 
 
