@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from sightline.core.device import DeviceKind, DeviceMemory
+from sightline.core.config import EngineConfig, LayerKernels
+from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.memory import LEAST_RESERVE, MemoryBudget, MemoryTaken, OutputMemory, account, share_out
+from sightline.core.resolution import OUTPUT_COPIES, ModelFacts, _output_memory
 
 GIB = 1 << 30
 EMPTY = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, held_bytes=0)
@@ -82,3 +85,14 @@ def test_the_table_has_what_was_reserved_beside_what_is_held() -> None:
     }
     assert {name: table[name] for name in held_and_reserved} == held_and_reserved
     assert list(table) == ["weights", "cache", "scratch", *list(held_and_reserved)[1:]]
+
+
+def test_the_logits_of_all_replicas_are_kept_room_for() -> None:
+    facts = ModelFacts(1000, 500, 0, 10, vocab_size=1 << 17)
+    device = Device(DeviceKind.CUDA, torch.device("cpu"), "a card", (9, 0))
+    one, two = (
+        _output_memory(EngineConfig(data_parallel_size=count), LayerKernels.TORCH, facts, device, 64)
+        for count in (1, 2)
+    )
+    assert two.steps >= one.steps + OUTPUT_COPIES * 64 * 4 * facts.vocab_size
+    assert two.graphs == one.graphs, "captured steps are those of one replica"

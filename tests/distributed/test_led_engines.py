@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,17 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from transformers import PreTrainedModel
 
+from sightline.core.batch import Batch
+from sightline.core.batch_memory import StepShape
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.distributed.collectives import LONE, Links
+from sightline.distributed.orders import PartOrder
 from sightline.distributed.ranks import Place, Rank
 from sightline.models.loading.opening import open_checkpoint
 from sightline.opening import build_engine_of
 from sightline.runner.roles import Role
+from sightline.runner.telling import PartTeller
 from support.hybrids import make_hybrid
 from support.led_engines import PROMPTS, alone, answers, config_of, led_engine, sampled
 from support.tiny_deepseek_v4 import make_v4
@@ -160,6 +166,52 @@ def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callab
     for ranks in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
         with led_engine(folder, config_of(**ranks)) as engine:
             assert sampled(engine, **params) == expected
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+def test_pages_of_a_step_that_was_never_sent_are_told_with_the_next_one(
+    ranks: dict[str, Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time that pages of a row are about to be told, the step fails, and is run again."""
+    folder, whole, failed = folders("dense"), PartTeller.part, set[int]()
+
+    def part(self: PartTeller, batch: Batch, shape: StepShape | None) -> PartOrder:
+        found = whole(self, batch, shape)
+        new = {each.row for each in found.pages} - failed
+        failed.update(new)
+        if new:
+            raise ValueError("not sent")
+        return found
+
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, config_of(**ranks)) as engine:
+        assert answers(engine) == expected
+        monkeypatch.setattr(PartTeller, "part", part)
+        assert answers(engine) == expected
+        assert engine.metrics().steps_cut
+
+
+@pytest.mark.parametrize("error", [ValueError("not sampled"), KeyboardInterrupt()])
+def test_a_step_whose_outputs_are_not_read_is_taken_back_on_every_replica(
+    error: BaseException, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("dense")
+    expected = answers(alone(folder, config_of()))
+    with led_engine(folder, config_of(data_parallel_size=2)) as engine:
+        whole, calls, step = engine._launcher._consume, itertools.count(1), engine.step
+
+        def consume(*given: Any) -> Any:
+            if next(calls) % 3 == 0:
+                raise error
+            return whole(*given)
+
+        def repeated() -> None:
+            with suppress(KeyboardInterrupt):
+                step()
+
+        monkeypatch.setattr(engine._launcher, "_consume", consume)
+        monkeypatch.setattr(engine, "step", repeated)
+        assert answers(engine) == expected
 
 
 def test_networks_that_guess_are_refused_for_replicas(tmp_path: Path) -> None:

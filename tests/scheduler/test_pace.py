@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -150,6 +151,23 @@ def test_small_steps_do_not_make_large_ones_seem_cheap() -> None:
     limit = pace.limit()
     assert limit is not None
     assert limit.work <= 2 * COSTS.work(17, 0, 2) + 4
+
+
+def test_replicas_that_compute_at_once_do_not_seem_faster_than_one() -> None:
+    alone, beside = Device().settled(), Pace(COSTS, 100.0)
+    other = replace(row(1), sequence=make_sequence("b", 8, 1))
+    other.sequence.replica = 1
+    now = 0.0
+    for count in [8, 16, 32, 64, 128] * 3:
+        for work in (0.0, COSTS.work(count, 0, 1)):
+            rows = [row(count if work else 1), replace(other, num_tokens=count if work else 1)]
+            seconds = BASE + SLOPE * COSTS.work(rows[0].num_tokens, 0, 1)
+            beside.observe(rows, now, now + seconds)
+            now += seconds
+    found, expected = beside.limit(), alone.pace.limit()
+    assert found is not None
+    assert expected is not None
+    assert found.work <= 1.1 * expected.work
 
 
 def test_a_limit_below_a_decode_step_leaves_the_least() -> None:

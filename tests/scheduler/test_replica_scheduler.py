@@ -9,6 +9,9 @@ import pytest
 from sightline.cache.prefix import PrefixCache
 from sightline.cache.store import CacheStore
 from sightline.core.errors import RequestError
+from sightline.engine.observing import share_in_use
+from sightline.scheduler.costs import LEAST_TOKENS, StepCosts
+from sightline.scheduler.pace import Pace
 from sightline.scheduler.replicas import ReplicaScheduler, schedule_replicas
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
@@ -18,11 +21,11 @@ from support.scheduling import make_sequence, make_store
 class Replicas:
     """Replicas that are driven as the engine drives them."""
 
-    def __init__(self, count: int = 2, **sizes: int) -> None:
+    def __init__(self, count: int = 2, pace: Pace | None = None, **sizes: int) -> None:
         self.stores: list[CacheStore] = [make_store(**sizes) for _ in range(count)]
-        prefixes = [PrefixCache(store) for store in self.stores]
-        make = partial(Scheduler, max_step_tokens=64, max_scored_tokens=64)
-        scheduler = schedule_replicas(self.stores, prefixes, make)
+        self.prefixes = [PrefixCache(store) for store in self.stores]
+        make = partial(Scheduler, max_step_tokens=64, max_scored_tokens=64, pace=pace)
+        scheduler = schedule_replicas(self.stores, self.prefixes, make)
         assert isinstance(scheduler, ReplicaScheduler)
         self.scheduler = scheduler
 
@@ -132,15 +135,112 @@ def test_a_replica_with_a_free_row_takes_over_what_waits_elsewhere() -> None:
     assert replicas.scheduler._loads == [0, 0]
 
 
+def test_a_replica_with_free_pages_takes_over_what_waits_for_some_elsewhere() -> None:
+    replicas = Replicas(usable_pages=16)
+    long = replicas.submit("long", 57, max_tokens=5)
+    short = replicas.submit("short", 4, max_tokens=2)
+    waiting = [replicas.submit(name, 20, max_tokens=14) for name in ("w", "x")]
+    assert [each.replica for each in (long, short, *waiting)] == [0, 1, 1, 1]
+    late = replicas.submit("late", 9, max_tokens=2)
+    assert late.replica == 0, "all have as much to do"
+    replicas.step()
+    while not short.is_out:
+        replicas.step()
+    assert replicas.stores[0].num_free_rows, "it waits for pages alone"
+    for each in waiting:
+        replicas.scheduler.remove(each)
+    assert replicas.step()["late"] == 1
+
+
+def test_requests_that_began_do_not_hide_others_that_wait() -> None:
+    replicas = Replicas(count=3, max_rows=1)
+    begun, last = replicas.submit("a", 8, max_tokens=9), [replicas.submit(name, 8, max_tokens=60) for name in "bc"]
+    replicas.step()
+    replicas.scheduler.pause(begun)
+    heavy = replicas.submit("heavy", 8, max_tokens=80)
+    replicas.step()
+    replicas.scheduler.pause(heavy)
+    assert [each.replica for each in (begun, heavy, *last)] == [0, 0, 1, 2]
+    replicas.scheduler.resume(begun)
+    replicas.step()
+    replicas.scheduler.resume(heavy)
+    waiting = replicas.submit("waiting", 2, max_tokens=2)
+    assert waiting.replica == 1
+    replicas.scheduler.remove(last[1])
+    assert replicas.step()["waiting"] == 2
+
+
+def test_a_replica_takes_over_all_continuations_of_a_prompt() -> None:
+    replicas = Replicas(max_rows=1)
+    replicas.submit("long", 5, max_tokens=60)
+    short = replicas.submit("short", 20, max_tokens=58)
+    leader = make_sequence("n", 8, 4)
+    followers = [SequenceState(leader.request, index, leader) for index in (1, 2)]
+    for each in (leader, *followers):
+        replicas.scheduler.submit(each)
+    assert {each.replica for each in (leader, *followers)} == {0}
+    replicas.step()
+    replicas.scheduler.remove(short)
+    assert replicas.step()["n"] == 1
+    assert {each.replica for each in (leader, *followers)} == {1}
+    assert replicas.scheduler._loads == [64, 33]
+    replicas.finish()
+    assert all(len(each.tokens) == 12 for each in (leader, *followers))
+
+
+def test_counts_are_of_all_replicas() -> None:
+    replicas = Replicas()
+    for _ in range(2):
+        both = [replicas.submit(name, 21) for name in "ab"]
+        assert sorted(each.replica for each in both) == [0, 1]
+        replicas.finish()
+    each = [scheduler.prefix_metrics()["prefix_cache_hits"] for scheduler in replicas.scheduler._each]
+    assert each == [20, 20]
+    assert replicas.scheduler.prefix_metrics()["prefix_cache_hits"] == 40
+    assert replicas.scheduler.prefix_metrics()["prefix_cache_queries"] == 84
+    replicas.scheduler.reset_counts()
+    assert not any(replicas.scheduler.prefix_metrics().values())
+    assert share_in_use(replicas.stores, replicas.prefixes) == 0.0
+    second = [replicas.submit(name, 21, max_tokens=8) for name in "cd"][1]
+    replicas.step()
+    replicas.scheduler.remove(replicas.scheduler.running[0])
+    assert replicas.scheduler.has_work
+    assert share_in_use(replicas.stores, replicas.prefixes) == pytest.approx(second.num_pages / 128)
+
+
+def test_dropping_all_leaves_no_work() -> None:
+    replicas = Replicas()
+    for name in "ab":
+        replicas.submit(name, 9)
+    replicas.scheduler.drop_all()
+    assert replicas.scheduler._loads == [0, 0]
+    assert not replicas.scheduler.has_work
+
+
+def test_prompts_of_a_replica_are_limited_while_rows_of_another_generate() -> None:
+    """They step together, so the row waits for the prompt."""
+    pace = Pace(StepCosts(0.0, 0.0), 10.0)
+    replicas = Replicas(pace=pace)
+    replicas.submit("row", 2, max_tokens=20)
+    replicas.step()
+    prompt = replicas.submit("prompt", 60)
+    assert prompt.replica == 1
+    assert replicas.step() == {"row": 0, "prompt": 1}
+    assert prompt.num_computed == LEAST_TOKENS
+    replicas.scheduler.remove(replicas.scheduler.running[0])
+    replicas.step()
+    assert prompt.num_computed == 60, "nobody waits"
+
+
 def test_a_request_that_began_stays_where_its_pages_are() -> None:
     replicas = Replicas(max_rows=1)
     first = replicas.submit("first", 5, max_tokens=9)
     replicas.step()
-    assert replicas.scheduler._each[0].give_up_waiting() == ()
+    assert replicas.scheduler._each[0].first_untouched() is None
     replicas.scheduler.pause(first)
     replicas.scheduler.resume(first)
     assert replicas.scheduler._each[0].num_waiting == 1
-    assert replicas.scheduler._each[0].give_up_waiting() == ()
+    assert replicas.scheduler._each[0].first_untouched() is None
 
 
 def test_a_request_that_no_replica_can_hold_is_refused_and_leaves_nothing() -> None:

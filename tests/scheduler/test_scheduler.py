@@ -458,8 +458,8 @@ def test_a_commit_that_is_repeated_counts_a_draft_once(
         loop.scheduler.commit(row, result)
     scheduler = loop.scheduler
     assert drafts.heard == [(longest, len(right))]
-    assert (scheduler.num_drafts, scheduler.num_drafted_tokens) == (1, len(draft.tokens))
-    assert scheduler.num_accepted_tokens == len(right)
+    assert (scheduler.draft_counts.num_drafts, scheduler.draft_counts.num_drafted_tokens) == (1, len(draft.tokens))
+    assert scheduler.draft_counts.num_accepted_tokens == len(right)
     assert sequence.tokens[-len(right) - 1 :] == [*right, 3]
     scheduler.landed([row])
     assert store.lengths.launched(row.table_row) == store.lengths.committed(row.table_row) == result.seq_len

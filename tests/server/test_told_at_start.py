@@ -23,6 +23,7 @@ from sightline.server.process.channel import Channel
 from sightline.server.process.protocol import Loading, Opened, Report
 from sightline.server.serve import memory_bound
 from support.embedding_folder import save_embedder
+from support.led_engines import led_engine
 from support.local_front_end import local_front_end
 from support.serving import serving
 from support.tiny_served_model import save_tiny_served_model
@@ -104,6 +105,15 @@ def test_what_is_built_is_described(folder: Path) -> None:
     assert (opened.max_model_len, opened.max_rows, opened.max_queued) == (1024, 3, 7)
     assert opened.config["dtype"] == "float32"
     assert opened.config["device"] == "cpu"
+
+
+def test_what_replicas_have_together_is_told(folder: Path) -> None:
+    """As many requests are let in as all replicas can run, and what is of each is said to be."""
+    config = EngineConfig(model=str(folder), cache_tokens=2048, max_num_seqs=3, data_parallel_size=2)
+    with led_engine(folder, config) as engine:
+        opened = worker.describe("m", engine, engine.tokenizer, None)
+    assert opened.max_rows == 6
+    assert (opened.config["max_rows"], opened.config["data_parallel_size"]) == (3, 2)
 
 
 def test_a_model_without_a_tokenizer_is_not_served(folder: Path) -> None:

@@ -193,7 +193,7 @@ class StateTraffic:
         self.counts["returned"] += self.moves.returned_blocks
         self.counts["hits"] += self.scheduler.num_hit_tokens
         self.counts["retractions"] += self.scheduler.num_retractions
-        self.counts["accepted"] += self.scheduler.num_accepted_tokens
+        self.counts["accepted"] += self.scheduler.draft_counts.num_accepted_tokens
         return self.counts
 
     @property

@@ -171,6 +171,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
     def metrics(self) -> EngineMetrics:
         """Counts so far. Thread-safe."""
         scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
+        drafted = scheduler.draft_counts
         return EngineMetrics(
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
@@ -193,10 +194,10 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             steps_over_limit=self.pace.num_over,
             iteration_tokens=tuple(self._step_sizes.counts),
             iteration_tokens_sum=self._step_sizes.total,
-            spec_decode_num_drafts=scheduler.num_drafts,
-            spec_decode_num_draft_tokens=scheduler.num_drafted_tokens,
-            spec_decode_num_accepted_tokens=scheduler.num_accepted_tokens,
-            spec_decode_num_accepted_tokens_per_pos=scheduler.accepted_at(self.runtime.config.max_drafted),
+            spec_decode_num_drafts=drafted.num_drafts,
+            spec_decode_num_draft_tokens=drafted.num_drafted_tokens,
+            spec_decode_num_accepted_tokens=drafted.num_accepted_tokens,
+            spec_decode_num_accepted_tokens_per_pos=drafted.accepted_at(self.runtime.config.max_drafted),
             **{**scheduler.prefix_metrics(), **hot_metrics(self.runtime.coordinators, store)},
         )
 

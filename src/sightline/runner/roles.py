@@ -252,6 +252,8 @@ class Led(Companions):
                     # Exchanged rows of different sizes would end every process, without a word of why.
                     raise PlanError(f"expected steps of one size on all replicas, got {sorted(sizes)} tokens")
                 self._orders.give(StepOrder, parts, first_rows, is_captured)
+                for teller in self._tellers:
+                    teller.sent()
                 self._launch_accounts(others)
                 for tokens in [each.tokens for each in halves] or [_tokens_of(steps)]:
                     self._links.everyone.broadcast(tokens)

@@ -15,16 +15,19 @@ from sightline.distributed.orders import PagesOfRow, PartOrder, StatesOfRow, Tre
 
 
 class PartTeller:
-    """Says what a replica computes. Its ranks hear of every part, so a page is told once."""
+    """Says what a replica computes. A page is told once: in a part that was `sent`."""
 
     def __init__(self, network: NetworkCache) -> None:
         """`network` is the model's cache of the replica, or the leader's account of it."""
         self._network = network
         self._told: dict[tuple[int, int], tuple[int, int]] = {}
         """By pool and row: the version of the row, and how many of its pages the others know."""
+        self._unsent: dict[tuple[int, int], tuple[int, int]] = {}
+        """What they will know besides once the last part is sent."""
 
     def part(self, batch: Batch, shape: StepShape | None) -> PartOrder:
-        """The part of an order for a batch that is run in a bucket of this shape, or eagerly."""
+        """The part of an order for a batch that is run in a bucket of this shape, or eagerly. Call `sent` once it is
+        sent: a part that is not, because the step failed before, is forgotten."""
         work = batch.work
         masks = {mask.kind for mask in work.masks}
         if not batch.pools or masks - {MaskKind.CAUSAL, MaskKind.TREE}:
@@ -45,9 +48,14 @@ class PartTeller:
             _trees(batch),
         )
 
+    def sent(self) -> None:
+        """Records that the others have the last part."""
+        self._told |= self._unsent
+
     def _pages(self, rows: Sequence[int]) -> list[PagesOfRow]:
         """The pages that the rows got since the others were told."""
         found = []
+        self._unsent = {}
         for number, pool in enumerate(self._network.pools):
             table = pool.table
             for row in rows:
@@ -56,7 +64,7 @@ class PartTeller:
                 first = count if version == current else 0
                 if (version, count) != (current, owned):
                     found.append(PagesOfRow(number, row, first, list(table.pages_of(row)[first:])))
-                    self._told[number, row] = (current, owned)
+                    self._unsent[number, row] = (current, owned)
         return found
 
     def _states(self, batch: Batch) -> list[StatesOfRow]:

@@ -103,6 +103,8 @@ class SchedulerState:
     """Pages of the running sequences that may give way, as far as they are known."""
     limit: StepLimit | None = None
     """What a step may cost while rows generate; None is no limit."""
+    generates_beside: bool = False
+    """True if rows of another replica, which steps at the same time, wait for their next token."""
     num_coming: int = 0
     """Pages that come free without anybody giving way: a tier below is about to have what they hold."""
 

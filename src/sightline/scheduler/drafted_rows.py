@@ -1,10 +1,47 @@
-"""Guesses for the rows of a step: which rows have room for some, and the rows with what was guessed."""
+"""Guesses in the rows of a step: which rows have room for some, what was guessed for them, and counts of both."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from sightline.scheduler.sequence import DraftRoom, Drafts, ScheduledRow
+
+
+@dataclass
+class DraftCounts:
+    """Counts of guesses."""
+
+    num_drafts: int = 0
+    """Rows with guesses that were committed."""
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Guessed tokens that were right."""
+    at: Counter[int] = field(default_factory=Counter)
+    """Those by their position behind the last known token, from 0."""
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a row."""
+        self.num_drafts += 1
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        self.at.update(range(num_accepted))
+
+    def accepted_at(self, count: int) -> tuple[int, ...]:
+        """Right guesses by position, for the first `count` positions behind the last known token."""
+        return tuple([self.at[position] for position in range(count)])
+
+    @staticmethod
+    def total(counts: Iterable[DraftCounts]) -> DraftCounts:
+        """The sum of some counts."""
+        found = DraftCounts()
+        for each in counts:
+            found.num_drafts += each.num_drafts
+            found.num_drafted_tokens += each.num_drafted_tokens
+            found.num_accepted_tokens += each.num_accepted_tokens
+            found.at += each.at
+        return found
 
 
 def add_drafts(rows: list[ScheduledRow], drafts: Drafts, page_size: int, most: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ Knows rows and times. Does not know clocks, nor which rows run next.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -114,7 +114,11 @@ class Pace:
         self._learn()
 
     def _work(self, rows: Sequence[ScheduledRow]) -> float:
-        return sum([self.costs.work(row.num_tokens, row.context_len, row.num_logits) for row in rows])
+        """The work of the replica that has most: they compute at the same time, and each is limited on its own."""
+        found = defaultdict[int, float](float)
+        for row in rows:
+            found[row.sequence.replica] += self.costs.work(row.num_tokens, row.context_len, row.num_logits)
+        return max(found.values())
 
     def _affordable(self, seconds: float) -> float:
         """The work of a step that takes so long; none before the first step with prompts."""

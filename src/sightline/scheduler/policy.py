@@ -106,7 +106,7 @@ def give_pages(state: SchedulerState) -> PartialDecision:
         num_scored=state.max_scored_tokens,
         growth={},
         rows={},
-        limit=state.limit if state.limit is not None and _generates(state.running) else None,
+        limit=state.limit if state.generates_beside or generates(state.running) else None,
     )
     lacking = {each.arrival: each.num_lacking for each in state.running if each.num_lacking > 0 and each.num_pending}
     num_coming = state.num_coming
@@ -185,7 +185,7 @@ def take_turns(state: SchedulerState, draft: PartialDecision) -> PartialDecision
     return draft
 
 
-def _generates(running: Sequence[RunningSequence]) -> bool:
+def generates(running: Sequence[RunningSequence]) -> bool:
     """True if a row waits for its next token: with one token pending, or none while it is in flight."""
     return any(each.num_pending <= 1 for each in running)
 

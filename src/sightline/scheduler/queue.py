@@ -84,13 +84,13 @@ class WaitingQueue:
         del self._sequences[arrival]
         return True
 
-    def take_unbegun(self) -> tuple[SequenceState, ...]:
-        """Removes the most urgent request of which nothing was ever computed, and returns its sequences, the first one
-        first. Returns none if there is no such request."""
-        unbegun = (each for each in self._sequences.values() if each.leader is None and not each.was_admitted)
-        first = min(unbegun, key=lambda each: each.rank, default=None)
-        if first is None:
-            return ()
+    def first_untouched(self) -> SequenceState | None:
+        """The most urgent request of which nothing was ever computed; None if there is none."""
+        untouched = (each for each in self._sequences.values() if each.leader is None and not each.was_admitted)
+        return min(untouched, key=lambda each: each.rank, default=None)
+
+    def take(self, first: SequenceState) -> tuple[SequenceState, ...]:
+        """Removes all sequences of a request, and returns them, the first one first."""
         others = [each for each in self._sequences.values() if each.leader is first]
         found = (first, *sorted(others, key=lambda each: each.index))
         for each in found:

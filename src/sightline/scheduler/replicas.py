@@ -2,8 +2,8 @@
 
 A request goes to the replica that has the least to compute for it: what the replica holds already, and the part of the
 prompt that is not in its cache. Its continuations stay together, because they share the prompt's pages. While it waits
-for a row, another replica that has one may take it over. Requests of one replica have their turns; those of two have
-none.
+for a row or for pages, another replica that has them may take it over. Requests of one replica have their turns; those
+of two have none.
 
 Knows how much work each replica has. How a replica schedules its own is `Scheduler`'s.
 """
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from sightline.cache.prefix import PrefixCache
 from sightline.cache.store import CacheStore
+from sightline.scheduler.drafted_rows import DraftCounts
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
 
@@ -52,20 +53,31 @@ class ReplicaScheduler:
     def schedule(self) -> Schedule:
         """The rows of the next step, those of the first replica first."""
         self._balance()
-        return Schedule(tuple(row for each in self._each for row in each.schedule().rows))
+        generating = [each.generates for each in self._each]
+        schedules = [
+            each.schedule(generates_beside=sum(generating) > own)
+            for each, own in zip(self._each, generating, strict=True)
+        ]
+        return Schedule(tuple(row for schedule in schedules for row in schedule.rows))
 
     def _balance(self) -> None:
-        """Gives each replica that has a free row, and for which nothing waits, a request of the replica where most
-        wait for one."""
+        """Gives each replica for which nothing waits a request that has no room where it waits, of the replica where
+        most wait."""
         for replica, free in enumerate(self._each):
-            busy = max(self._each, key=lambda each: 0 if each.has_free_row else each.num_waiting)
-            if free.num_waiting or not free.has_free_row or busy.has_free_row:
-                continue
-            for sequence in busy.give_up_waiting():
-                self._loads[sequence.replica] -= self._held[sequence]
-                self._loads[replica] += self._held[sequence]
-                sequence.replica = replica
-                free.submit(sequence)
+            busy = sorted(self._each, key=lambda each: -each.num_waiting) if not free.num_waiting else []
+            for each in [other for other in busy if other.num_waiting]:
+                first = each.first_untouched()
+                if first is not None and free.has_room_for(first) and not each.has_room_for(first):
+                    self._move(first, each, replica)
+                    break
+
+    def _move(self, first: SequenceState, busy: Scheduler, replica: int) -> None:
+        """Gives a waiting request to another replica."""
+        for sequence in busy.give_up(first):
+            self._loads[sequence.replica] -= self._held[sequence]
+            self._loads[replica] += self._held[sequence]
+            sequence.replica = replica
+            self._of(sequence).submit(sequence)
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that a step with these rows is running."""
@@ -138,20 +150,9 @@ class ReplicaScheduler:
         return sum(each.num_retractions for each in self._each)
 
     @property
-    def num_drafts(self) -> int:
-        return sum(each.num_drafts for each in self._each)
-
-    @property
-    def num_drafted_tokens(self) -> int:
-        return sum(each.num_drafted_tokens for each in self._each)
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return sum(each.num_accepted_tokens for each in self._each)
-
-    def accepted_at(self, count: int) -> tuple[int, ...]:
-        """Right guesses by position."""
-        return tuple(map(sum, zip(*[each.accepted_at(count) for each in self._each], strict=True)))
+    def draft_counts(self) -> DraftCounts:
+        """Guesses of all replicas."""
+        return DraftCounts.total(each.draft_counts for each in self._each)
 
     def prefix_metrics(self) -> Mapping[str, Any]:
         """What `EngineMetrics` has about the prefix caches, by field."""

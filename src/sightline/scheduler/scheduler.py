@@ -18,7 +18,6 @@ Knows requests and pages. Does not know tensors or models.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,9 +27,9 @@ from sightline.cache.store import CacheStore
 from sightline.core.errors import OutOfPages, RequestError
 from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
-from sightline.scheduler.drafted_rows import add_drafts
+from sightline.scheduler.drafted_rows import DraftCounts, add_drafts
 from sightline.scheduler.pace import Pace
-from sightline.scheduler.policy import decide
+from sightline.scheduler.policy import decide, generates
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState
@@ -83,10 +82,8 @@ class Scheduler:
         """Prompt tokens looked up in the prefix cache."""
         self.num_hit_tokens = 0
         """Prompt tokens found in the prefix cache, in the pools themselves."""
-        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
-        """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
-        self._accepted_at = Counter[int]()
-        """Right guesses by their position behind the last known token, from 0."""
+        self.draft_counts = DraftCounts()
+        """Guesses in committed rows, and how many were right."""
 
     def prefix_metrics(self) -> Mapping[str, Any]:
         """What `EngineMetrics` has about the prefix cache and the tier below it, by field."""
@@ -98,12 +95,7 @@ class Scheduler:
         """Begins all counts again."""
         self._supply.reset_counts()
         self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
-        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
-        self._accepted_at.clear()
-
-    def accepted_at(self, count: int) -> tuple[int, ...]:
-        """Right guesses by position, for the first `count` positions behind the last known token."""
-        return tuple([self._accepted_at[position] for position in range(count)])
+        self.draft_counts = DraftCounts()
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -144,14 +136,25 @@ class Scheduler:
         else:
             self._waiting.add(sequence)
 
-    @property
-    def has_free_row(self) -> bool:
-        """True if one more sequence could run, as far as rows go."""
-        return self._store.num_free_rows > 0
+    def has_room_for(self, sequence: SequenceState) -> bool:
+        """True if a waiting sequence could run without another one giving way: there are a row and pages for it."""
+        if not self._store.num_free_rows:
+            return False
+        reuse = self._supply.find(sequence)
+        # Pages that are shared while others use them cost nothing; those that nobody uses count as free until then.
+        needed = self._store.pages_for(len(sequence.tokens)) - reuse.num_pages + len(self._supply.idle([reuse]))
+        running = self._running.views(self._page_size)
+        unused = sum(each.num_unused for each in running)
+        # Like admission, which leaves a page for each row to grow into.
+        return needed + len(running) <= self._supply.tally().num_pages + unused
 
-    def give_up_waiting(self) -> tuple[SequenceState, ...]:
-        """Takes a request that waits, see `WaitingQueue.take_unbegun`, for another scheduler to submit."""
-        found = self._waiting.take_unbegun()
+    def first_untouched(self) -> SequenceState | None:
+        """The most urgent waiting request that nothing was computed for."""
+        return self._waiting.first_untouched()
+
+    def give_up(self, first: SequenceState) -> tuple[SequenceState, ...]:
+        """Takes a waiting request out of the queue, and returns its sequences, the first one first."""
+        found = self._waiting.take(first)
         for each in found:
             self._shares.leave(each.caller)
         return found
@@ -160,14 +163,17 @@ class Scheduler:
         """Tokens of a sequence that is not submitted yet whose entries the cache has."""
         return 0 if sequence.is_whole else self._supply.find(sequence).num_tokens
 
-    def schedule(self) -> Schedule:
-        """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
+    def schedule(self, *, generates_beside: bool = False) -> Schedule:
+        """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step.
+
+        `generates_beside` says that rows of another replica, which steps at the same time, wait for their next token.
+        """
         self._supply.poll()
         if len(self._whole) and (self._whole_is_next or not (len(self._waiting) or self._running.by_rank)):
             self._whole_is_next = False
             return self._whole.next_step(self._shares, self._limit())
         self._whole_is_next = True
-        state, reuses = self._state(), dict[int, PrefixReuse]()
+        state, reuses = self._state(generates_beside), dict[int, PrefixReuse]()
         while isinstance(outcome := decide(state), Inquiry):
             state = self._answer(outcome, state, reuses)
         return self._carry_out(outcome, state, reuses)
@@ -232,10 +238,7 @@ class Scheduler:
         """Counts a row with guesses, and tells who made them how many were right."""
         if self._drafts is not None:
             self._drafts.observe(row.sequence, max(depths(row.draft_parents)), num_accepted)
-        self.num_drafts += 1
-        self.num_drafted_tokens += len(row.drafts)
-        self.num_accepted_tokens += num_accepted
-        self._accepted_at.update(range(num_accepted))
+        self.draft_counts.add(len(row.drafts), num_accepted)
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
@@ -339,7 +342,7 @@ class Scheduler:
         self._whole.clear()
         self._parked.clear()
 
-    def _state(self) -> SchedulerState:
+    def _state(self, generates_beside: bool = False) -> SchedulerState:
         """Returns the facts that cost little to find. Lists the queue only if rows are free."""
         store, running = self._store, self._running
         return SchedulerState(
@@ -356,8 +359,14 @@ class Scheduler:
             findings={},
             holdings={},
             limit=self._limit(),
+            generates_beside=generates_beside,
             num_coming=self._supply.num_coming,
         )
+
+    @property
+    def generates(self) -> bool:
+        """True if a row waits for its next token."""
+        return generates(self._running.views(self._page_size))
 
     def _limit(self) -> StepLimit | None:
         return None if self._pace is None else self._pace.limit()

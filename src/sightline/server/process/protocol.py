@@ -87,6 +87,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     """Numbers in a vector, where the engine process embeds."""
     max_model_len: int
     max_rows: int
+    """Of all replicas."""
     max_queued: int
     config: dict[str, str | int | float | bool | None]
     """What runs, as a person reads it."""

@@ -67,12 +67,12 @@ def describe(
         "quantization": config.quantization.value,
         "layer_kernels": config.layer_kernels.value,
         "cache_tokens": config.cache_tokens,
+        "tensor_parallel_size": place.within.size,
+        "data_parallel_size": place.num_replicas,
         "memory": str(config.memory),
         "graph_sizes": ",".join(map(str, config.graph_sizes)),
         "max_step_ms": limit or 0.0,
         "speculation": None if config.speculation is None else str(config.speculation),
-        "num_processes": place.rank.size,
-        "num_replicas": place.num_replicas,
     }
     when = "while rows generate" if vector_size is None else "unless one text takes longer"
     told = ["no limit of a step's time" if limit is None else f"steps of at most {limit:.0f} ms {when}"]

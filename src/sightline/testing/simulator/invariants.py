@@ -17,6 +17,7 @@ from sightline.cache.prefix import PrefixNode
 from sightline.cache.states import StateStage
 from sightline.core.batch import PADDING_SLOT, Batch
 from sightline.core.config import PADDING_PAGES
+from sightline.scheduler.replicas import ReplicaScheduler
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.sparse_model import ENTRY_SIZE, POSITION
 from sightline.testing.simulator.stage import StagedReplica
@@ -57,6 +58,7 @@ class Invariants:
         yield from self._states(nodes)
         yield from self._rows(holders)
         yield from self._parked()
+        yield from self._replica()
         yield from self._in_flight()
         yield from self._tree(nodes, holders)
         yield from self._holdings(nodes, holders)
@@ -181,6 +183,17 @@ class Invariants:
                 yield "a parked sequence holds a row, pages or a node"
             if not sequence.is_paused or sequence in scheduler.running or sequence in scheduler._waiting:
                 yield "a sequence is parked and runs or waits"
+
+    def _replica(self) -> Iterator[str]:
+        """A sequence is where it says, with its first continuation, and counts as work there until it is removed."""
+        whole, scheduler, number = self._stage.engine._scheduler, self._stage.scheduler, self._stage.number
+        here = [*scheduler.running, *scheduler._waiting, *scheduler._parked]
+        if any(each.replica != number for each in here):
+            yield "a sequence is in another replica than it says"
+        if any(each.leader is not None and each.leader.replica != number for each in here):
+            yield "a continuation is in another replica than the first one of its prompt"
+        if isinstance(whole, ReplicaScheduler) and whole._loads[number] != sum(each.max_len for each in here):
+            yield f"a replica counts work for {whole._loads[number]} tokens, and has other"
 
     def _in_flight(self) -> Iterator[str]:
         """A row in flight keeps the pages with which it was launched, and does not share those that it writes."""
