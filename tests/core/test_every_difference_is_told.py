@@ -59,6 +59,8 @@ ELSEWHERE: Mapping[str, str] = {
     "memory_fraction": "bounds the sizes that are compared here",
     "hisparse_config": "sizes enable_hisparse",
     "tensor_parallel_size": "is what part_of_rank carries out",
+    "data_parallel_size": "is what Place carries out",
+    "enable_expert_parallel": "is told by part_of_rank where it changes nothing",
     "dist_timeout": "is told by part_of_rank if there is one process",
     "chat_template": "is read with the tokenizer, or refused",
     "tool_call_parser": "is told by with_chosen_answers",
@@ -103,6 +105,7 @@ VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "layer_kernels": st.sampled_from(["auto", "torch", "triton", "numba"]),
     "speculative_config": st.just('{"method": "ngram", "num_speculative_tokens": 3}'),
     "tensor_parallel_size": st.integers(1, 4),
+    "data_parallel_size": st.integers(1, 3),
     "max_queued_requests": st.integers(1, 9),
     "seed": st.integers(0, 9),
 }

@@ -1,7 +1,6 @@
 """Resolves a config for this machine and model.
 
-`resolve` turns `EngineConfig` into `ResolvedConfig`, once, with everything decided. Does not know tensor contents, nor
-how a model is built.
+`resolve` turns `EngineConfig` into `ResolvedConfig`, once, with everything decided. Does not know tensors or models.
 """
 
 from __future__ import annotations
@@ -354,7 +353,8 @@ def _resolve_graph_sizes(
     if config.enforce_eager or asked is None:
         return ()
     if config.num_ranks > 1 and device.kind is DeviceKind.CPU:
-        ledger.note("cuda_graph_sizes", "steps of several ranks run eagerly on a CPU, with the same results")
+        told = ("cuda_graph_sizes", "steps of several ranks run eagerly on a CPU, with the same results")
+        ledger.note(*told) if config.cuda_graph_sizes is None else ledger.degrade(*told, "leave it out")
         return ()
     # Python refuses to convert thousands of digits.
     if asked != "auto" and not all(
@@ -465,8 +465,8 @@ def _output_memory(
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, kernels, device, _most_captured(config, device, max_rows), Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
-    num_chosen = max_rows * config.data_parallel_size  # by the first process, for all replicas
-    steps = OUTPUT_COPIES * num_chosen * row_bytes + drawing_bytes(num_chosen, facts.vocab_size)
+    count = max_rows * config.data_parallel_size  # The first process chooses for all replicas.
+    steps = OUTPUT_COPIES * count * row_bytes + drawing_bytes(count, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 
 
