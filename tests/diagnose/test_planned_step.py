@@ -14,7 +14,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.machines import find_device
 from sightline.diagnose.explain import explain
 from sightline.diagnose.explanation import Explanation
-from sightline.diagnose.plan_picture import picture
+from sightline.diagnose.plan_picture import _runs, picture
 from sightline.diagnose.planned_step import PlannedStep, RowLength, parse_rows
 from support.model_configs import PUBLIC, write_config
 
@@ -142,3 +142,8 @@ def test_what_a_models_files_say_is_escaped_in_the_picture(tmp_path: Path) -> No
     folder = tmp_path / "<script>alert(1)</script>"
     page = read(picture(explained(folder, "llama", "h200", "0+5")))
     assert "script" not in page.tags
+
+
+def test_pages_that_follow_one_another_are_told_as_a_range() -> None:
+    assert list(_runs([4, 5, 6, 2, 9, 10])) == ["4 to 6", "2", "9 to 10"]
+    assert list(_runs([])) == []

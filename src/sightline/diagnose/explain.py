@@ -74,7 +74,7 @@ def explain(config: EngineConfig, device: Device, rows: Sequence[RowLength] = ()
     steps = plan_steps(plan.blueprint, plan.selections, rows) if rows and not plan.shortage else ()
     _note_unknown(device, plan, ledger)
     return Explanation(
-        model=str(description.checkpoint.location),
+        model=config.model or description.checkpoint.location.name,
         device=device.name,
         compute_capability=device.compute_capability,
         is_here=device.is_here,

@@ -12,7 +12,7 @@ from typing import Any
 from sightline.core.ledger import Degradation, Note
 from sightline.diagnose.planned_step import PlannedStep
 
-NO_REMEDY = "none: the model is so"
+NO_REMEDY = "none: it lacks what this model needs"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Knows explanations. Does not know how a step was planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from sightline.diagnose.explanation import Explanation
@@ -73,7 +73,7 @@ def _step(step: PlannedStep, page_size: int, title: str) -> Iterator[str]:
         yield from _parts(group, top, _WIDTH / (step.num_tokens + step.num_padding))
     yield "</svg><table><tr><th>row<th>context<th>new<th>tokens of the step<th>pages, in order</tr>"
     for row in step.rows:
-        pages = ", ".join(map(str, row.pages)) or "none"
+        pages = ", ".join(_runs(row.pages)) or "none"
         yield (
             f"<tr><td>{row.asked}<td>{row.context_len:,}<td>{row.query_len:,}<td>{row.first_token:,} to "
             f"{row.first_token + row.query_len - 1:,}<td class=dim>{pages}</tr>"
@@ -108,10 +108,13 @@ def _tape(step: PlannedStep, top: int) -> Iterator[str]:
     """The tokens of the step in order, with offsets where rows begin."""
     scale = _WIDTH / (step.num_tokens + step.num_padding)
     yield _text(0, top, "the step's tokens")
+    free = 0.0
     for row in step.rows:
         left = row.first_token * scale
         yield _box(left, top, row.query_len * scale, _fill(row.asked), f"row {row.asked}")
-        yield f'<text class="dim" x="{_LEFT + left:.1f}" y="{top + _BAR + 12}">{row.first_token:,}</text>'
+        if left >= free:
+            yield f'<text class="dim" x="{_LEFT + left:.1f}" y="{top + _BAR + 12}">{row.first_token:,}</text>'
+            free = left + _LEAST_LABELLED
     if step.num_padding:
         what = f"{step.num_padding} tokens of padding"
         yield _box(step.num_tokens * scale, top, step.num_padding * scale, 'class="padding"', what)
@@ -127,6 +130,15 @@ def _parts(group: PlannedGroup, top: int, scale: float) -> Iterator[str]:
         # The names of narrow parts are written one below the other.
         below = top + _BAR + 11 + 9 * number
         yield f'<text class="dim" x="{_LEFT + left:.1f}" y="{below}">{escape(part.backend)}</text>'
+
+
+def _runs(pages: Sequence[int]) -> Iterator[str]:
+    """Pages in order, with those that follow one another as one range."""
+    start = 0
+    for index, page in enumerate(pages):
+        if index + 1 == len(pages) or pages[index + 1] != page + 1:
+            yield str(page) if index == start else f"{pages[start]} to {page}"
+            start = index + 1
 
 
 def _told(group: PlannedGroup) -> str:
