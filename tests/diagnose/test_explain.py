@@ -207,3 +207,13 @@ def test_settings_change_what_is_explained(ask: Ask) -> None:
     assert prefill.name == "triton"
     told = {refused.name: refused for refused in prefill.refused}
     assert told["flashinfer"].reasons == ("triton was asked for",)
+
+
+def test_shared_experts_take_scratch_for_the_rows_of_all_replicas(ask: Ask) -> None:
+    def activations(**settings: Any) -> int:
+        parts = ask("gpt_oss", "h200", data_parallel_size=4, **settings).memory.parts
+        details = [each for part in parts if part.name == "workspace" for each in part.details]
+        return sum(num_bytes for name, num_bytes in details if "activations" in name)
+
+    # Buffers of experts for four replicas' rows; all others stay as they are.
+    assert activations(enable_expert_parallel=True) > 2 * activations()

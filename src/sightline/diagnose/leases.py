@@ -59,7 +59,13 @@ def sketch(description: ModelDescription, blueprint: Blueprint, selections: Sequ
         unknown += _build(shared, limits, group, selection)
     model, _ = load_without_memory(description.checkpoint, description.load)
     activations = Activations(
-        workspace, MAIN_LANE, config.max_step_tokens, config.dtype, shared.operations, turns=False
+        workspace,
+        MAIN_LANE,
+        config.max_step_tokens,
+        config.dtype,
+        shared.operations,
+        turns=False,
+        num_replicas=description.config.data_parallel_size,
     )
     model.reserve(activations.shaped(config.max_step_tokens))
     if blueprint.draft_groups:
