@@ -306,7 +306,7 @@ def test_whatever_happens_between_planning_and_running_the_answer_is_right_or_an
 
 def test_nothing_that_runs_a_batch_can_be_told_not_to_check() -> None:
     assert list(inspect.signature(Planner.ensure).parameters) == ["self", "work"]
-    assert list(inspect.signature(Runner.forward).parameters) == ["self", "planned", "states"]
+    assert list(inspect.signature(Runner.forward).parameters) == ["self", "planned", "states", "beside"]
     assert list(inspect.signature(Model.forward).parameters) == ["self", "planned", "scratch"]
     assert get_type_hints(Runner.forward)["planned"] is PlannedBatch
     assert get_type_hints(Model.forward)["planned"] is PlannedBatch

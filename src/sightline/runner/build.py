@@ -122,11 +122,6 @@ def build_runtime(
     takes, `draft` are its networks, if it has any. `role` says whether this process has a part of the
     model, and which.
     """
-    if draft is not None and role.links.place.num_replicas > 1:
-        raise ConfigError(
-            "expected data_parallel_size 1 with a drafter that is a network, which the first process computes for rows "
-            f"of its own cache, got {role.links.place.num_replicas}; use ngram, or one replica"
-        )
     whole = define_model(checkpoint.config, ledger)
     definition, part = part_of_rank(whole, checkpoint, role.links.place, config, ledger)
     drawn = draw_up(config, part, definition, AttentionUsage.GENERATE, ledger, draft)

@@ -32,6 +32,11 @@ def part_of_rank(
         return definition, checkpoint
     speculation = read_speculation(config.speculative_config)
     has_drafter = speculation is not None and speculation.method != NGRAM.name
+    if has_drafter and place.num_replicas > 1:
+        raise ConfigError(
+            "expected data_parallel_size 1 with a drafter that is a network, which the first process computes for rows "
+            f"of its own cache, got {place.num_replicas}; use {NGRAM.name}, or one replica"
+        )
     division = place.division(joins_experts=config.enable_expert_parallel)
     if division.experts.is_alone:
         return definition, checkpoint
