@@ -314,7 +314,7 @@ UNKNOWN_SETTINGS = {
     "mem_fraction": "mem_fraction is not a setting of the engine; nearest: memory_fraction",
     "compilation_config": "compilation_config is not supported yet: compiled models",
     "cuda_graph_max_bs": "cuda_graph_max_bs is not a setting of the engine; nearest: cuda_graph_sizes",
-    "pipeline_parallel_size": "pipeline_parallel_size is not supported yet: a model on more than one device",
+    "pipeline_parallel_size": "pipeline_parallel_size is not supported yet: layers on several devices",
     "trust_remote_code": "trust_remote_code is not supported: code that comes with a model is never run; leave it out",
     "cache_size": "cache_size is not a setting of the engine; nearest: cache_tokens, kv_cache_dtype",
     "max_model_lenn": "max_model_lenn is not a setting of the engine; nearest: max_model_len",

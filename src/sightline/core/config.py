@@ -349,7 +349,6 @@ class EngineKeywords(EngineConfig):
     tp_size: int | None = alias("tensor_parallel_size")
     dp: int | None = alias("data_parallel_size")
     dp_size: int | None = alias("data_parallel_size")
-    enable_ep: bool | None = alias("enable_expert_parallel")
     speculative_algorithm: str | None = alias("speculative_config", fields=speculation_words.algorithm)
     speculative_num_steps: int | None = alias(
         "speculative_config", fields=speculation_words.the_field("num_speculative_tokens")

@@ -27,6 +27,8 @@ kv_cache_dtype: cache_type_k cache_type_v type_k type_v kv_cache_type
 memory_fraction: mem_fraction max_memory kv_cache_memory_bytes
 prefix_caching: cache_prompt prompt_cache disable_prefix_caching no_enable_prefix_caching
 host_cache_gib: enable_hierarchical_cache hicache_ratio kv_offloading_backend cpu_bytes_to_use max_local_cpu_size
+data_parallel_size: enable_dp_attention data_parallel_size_local
+enable_expert_parallel: ep_size expert_parallel_size enable_ep_moe enable_eplb
 max_queued_requests: max_queue_size max_waiting_requests
 cuda_graph_sizes: cuda_graph_max_bs cudagraph_num_of_warmups max_cudagraph_capture_size
 tool_call_parser: enable_auto_tool_choice tool_parser tool_parser_plugin jinja
@@ -49,7 +51,7 @@ n: num_return_sequences num_samples best_of
 """Words of vLLM, SGLang, llama.cpp and transformers, and the name here that is nearest in meaning."""
 UNSUPPORTED = _by_word("""
 beam search outside LLM.beam_search: num_beams beam_width use_beam_search length_penalty early_stopping num_beam_groups
-a model on more than one device: pipeline_parallel_size pp_size data_parallel_size dp_size ep_size tensor_split nnodes
+layers on several devices: pipeline_parallel_size pp_size tensor_split nnodes
 compiled models: compilation_config torch_compile enable_torch_compile
 this way to guess tokens: speculative_token_map speculative_ngram_branch_length speculative_ngram_match_type
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
