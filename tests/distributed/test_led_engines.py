@@ -168,7 +168,9 @@ def test_continuations_of_one_prompt_share_its_pages(model: str, folders: Callab
             assert sampled(engine, **params) == expected
 
 
-@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.prove), {"data_parallel_size": 2}]
+)
 def test_pages_of_a_step_that_was_never_sent_are_told_with_the_next_one(
     ranks: dict[str, Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +193,9 @@ def test_pages_of_a_step_that_was_never_sent_are_told_with_the_next_one(
         assert engine.metrics().steps_cut
 
 
-@pytest.mark.parametrize("error", [ValueError("not sampled"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [pytest.param(ValueError("not sampled"), marks=pytest.mark.prove), KeyboardInterrupt()]
+)
 def test_a_step_whose_outputs_are_not_read_is_taken_back_on_every_replica(
     error: BaseException, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_rank_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.Mon
     assert not children()
 
 
+@pytest.mark.prove
 def test_replicas_answer_as_one_and_end_with_the_llm(folder: Path) -> None:
     llm = LLM(str(folder), data_parallel_size=2, tensor_parallel_size=2, **SETTINGS)
     assert len(children()) == 3
