@@ -137,7 +137,7 @@ def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path
     assert lines[0].startswith(
         "cpu · generate · float32, cache float32 · up to 2 rows, 12 tokens a step, 40 a sequence"
     )
-    assert "note: weights: their size is not known" in result.stdout
+    assert "note: weights: their sizes are those that config.json describes" in result.stdout
     assert "group0: 3 layers of full attention, 6 query heads, 3 on a key head, head dimension 8" in lines
     assert any(
         line.startswith("torch · float32 for prefill, decode of few rows, decode of one row of ") for line in lines
