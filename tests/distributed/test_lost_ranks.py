@@ -20,7 +20,11 @@ from support.tiny_served_model import save_tiny_served_model
 
 CLIENTS, TIMEOUT_S, STALL_S = 6, 2.0, 8.0
 FLAGS = ("--dist-timeout", str(TIMEOUT_S), "--stall-timeout", str(STALL_S))
-GRIDS = {"two ranks": ("--tp", "2"), "two replicas of two ranks": ("--dp", "2", "--tp", "2")}
+GRIDS = {
+    "two ranks": ("--tp", "2"),
+    "two replicas": ("--dp", "2"),
+    "two replicas of two ranks": ("--dp", "2", "--tp", "2"),
+}
 ANSWERED = {RequestOutcome.COMPLETED, RequestOutcome.REFUSED, RequestOutcome.FAILED}
 SLACK_S = 6.0
 """For a busy machine, beyond the time after which a rank counts as lost."""
@@ -87,7 +91,7 @@ def survives_moments(server: ServedProcess, count: int) -> None:
 @pytest.mark.prove
 @pytest.mark.timeout(600)
 def test_every_client_is_answered_and_the_ranks_return(tmp_path: Path) -> None:
-    grid = GRIDS["two replicas of two ranks"]
+    grid = GRIDS["two replicas"]
     with serving("--model", str(save_tiny_served_model(tmp_path / "model")), *grid, *FLAGS) as server:
         survives_moments(server, 4)
 
