@@ -316,7 +316,7 @@ def ignore_the_time_of_scored_prompts(patch: pytest.MonkeyPatch) -> None:
 
 def ignore_the_time_of_steps(patch: pytest.MonkeyPatch) -> None:
     """Prompts take all tokens of a step, whoever waits."""
-    patch.setattr("sightline.scheduler.policy._generates", lambda running: False)
+    patch.setattr("sightline.scheduler.policy.generates", lambda running: False)
 
 
 BUGS = (
